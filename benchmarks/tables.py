@@ -508,15 +508,15 @@ def traffic(results: Results) -> pd.DataFrame | None:
         load = f"{row['clients']:,} clients" if row["clients"] else "80 % of saturation"
         name = "mixed requests" if row["sampling"] == "mix" else title(row["sampling"])
         cells.setdefault((row["model"], load + row.get("cold", ""), name), {})[row["backend"]] = row
-    head = ["stock → ours", "tokens/s", "ratio (99 % interval; windows)", "first token, ms: P50; P99"]
+    head = ["stock → ours", "tokens/s", "ratio (99 % interval; pairs)", "first token, ms: P50; P99"]
     head += ["between tokens, ms: P50; P99", "host, µs per step", "replayed", "late captures, compilations"]
     lines = []
     for cell, sides in cells.items():
         if len(sides) < 2:
             continue
         stock, ours = sides["stock"], sides["flashsample"]
-        of, low, high, windows = (ours["ratio"][name] for name in ("of", "low", "high", "windows"))
-        interval = "one of each" if low is None else f"{low:.3f} to {high:.3f}; {windows}"
+        of, low, high, windows, segments = (ours["ratio"][n] for n in ("of", "low", "high", "windows", "segments"))
+        interval = f"{low:.3f} to {high:.3f}; {segments or windows // 2}" if low is not None else "no interval"
         times = [
             "; ".join(" → ".join(_figure(row[f"{name}_p{p}"], ".1f") for row in (stock, ours)) for p in (50, 99))
             for name in ("ttft_ms", "itl_ms")

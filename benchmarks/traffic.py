@@ -9,10 +9,13 @@ its next request when the last is answered. ``poisson``: requests arrive at 80 %
 with seeds in half of them; JSON is constrained by the tokenizer that is generated for the model.
 
 Both servers are up and one answers at a time, in windows of ``--window`` seconds in the order stock, ours, ours, stock;
-the other one's processes are stopped meanwhile. A cell ends when the 99 % interval of the ratio of tokens per second is
-2 % wide, and after ``--seconds`` at the latest. Clients run on a quarter of the cores and servers on the others.
-``ratio.windows`` counts the windows. Percentiles are medians over windows; gaps are those of requests that stream each
-token (about 8 at a time, the others stream every 16th), and a chunk with several tokens is one gap.
+the other one's processes are stopped meanwhile. Closed loops are compared by equal work: the tokens that both servers
+answered are cut into equal segments, of about 2 s, and each is a pair of running times. ``tokens_s`` is the compared
+tokens over their time. Poisson arrivals are compared by pairs of windows, and ``tokens_s`` is their median.
+``ratio.windows`` and ``ratio.segments`` count both (0 segments where windows are compared). A cell ends when the 99 %
+interval of the ratio of tokens per second is 2 % wide, and after ``--seconds`` at the latest. Clients run on a quarter
+of the cores and servers on the others. Percentiles are medians over windows; gaps are those of requests that stream
+each token (about 8 at a time, the others stream every 16th), and a chunk with several tokens is one gap.
 
 traffic  servers that are under way, after requests of each kind
 cold     the first ``--cold-seconds`` of traffic of servers with empty Triton caches, ours with an empty FlashInfer
@@ -205,8 +208,9 @@ class ModelRun:
         for label in (STOCK, OURS):
             with self.servers([label]) as servers:
                 for part in self.cells(servers, clients):
-                    whole = cells.setdefault(part.plan, traffic.TrafficCell(part.plan, {}, {}, in_turns=True))
+                    whole = cells.setdefault(part.plan, traffic.TrafficCell(part.plan, {}, {}))
                     whole.windows |= part.windows
+                    whole.curves |= part.curves
                     whole.figures |= part.figures
                     if len(whole.windows) == 2:
                         self._add(whole)
@@ -268,7 +272,8 @@ def run(options: Any, result: Result) -> int:
     servers, clients = map(len, traffic.split_cores())
     result.env["traffic"] = {
         **{"prompt_tokens": PROMPTS, "answer_tokens": ANSWERS, "lengths": "uniform", "window_s": options.window},
-        **{"settle_s": traffic.SETTLE, "cores_of_servers": servers, "cores_of_clients": clients},
+        **{"settle_s": traffic.SETTLE, "segment_s": traffic.SEGMENT},
+        **{"cores_of_servers": servers, "cores_of_clients": clients},
     }
     result.env["server_arguments"] = [*ARGUMENTS, *GPU_ARGUMENTS]
     for name in options.models:

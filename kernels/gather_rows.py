@@ -419,7 +419,8 @@ class StagedBatch:
         """
         rows, place = hidden.shape[0], hidden.data_ptr()
         for name, indices in (("slots", slots), ("positions", positions)):
-            if indices.dtype is not torch.int64 or indices.shape != (rows,) or not indices.is_contiguous():
+            is_here = indices.device == hidden.device and indices.is_contiguous()
+            if indices.dtype is not torch.int64 or indices.shape != (rows,) or not is_here:
                 check_tensor(name, indices, (rows,), torch.int64, hidden)
         if not hidden.is_contiguous() or place % 16:
             raise ValueError(

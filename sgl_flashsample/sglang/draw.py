@@ -80,21 +80,22 @@ def replayed(started: float, lazy: Any, sampling_info: Any, positions: torch.Ten
     if lines is not table.lines or table.is_too_small:
         return None
     if keyed.batches:
-        slots = getattr(sampling_info, SLOTS_ATTRIBUTE)
-        if not _is_staged(captured, hidden, slots, positions):
+        slots = getattr(sampling_info, SLOTS_ATTRIBUTE, None)
+        if slots is None or not _is_staged(captured, hidden, slots, positions):
             return None
         table.hand_over(keyed.next_batch, hidden, slots, positions)
         state.counts.prefills += 1
     else:
         table.write()
         state.counts.replayed += 1
-    return keyed.replay_next(num_rows).token_ids
+    return keyed.next_tokens(num_rows)
 
 
 def _is_staged(stage: torch.Tensor, hidden: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor) -> bool:
     """The kernel that brings a batch to its stage reads such tensors."""
     return (
         hidden.dtype is stage.dtype
+        and slots.device == positions.device == stage.device
         and slots.shape == positions.shape
         and slots.dtype is positions.dtype is torch.int64
         and slots.is_contiguous()
@@ -121,7 +122,7 @@ def _draw(lazy: LazyLogits, step: Step) -> SampleOutput:
         captured = state.stage_for(num_rows)
         staged = captured is not None and _is_staged(captured, hidden, step.slots, step.positions)
         captured = captured if staged else None
-    if edits is not None and (state.copies_tokens or not can_be_captured(edits, num_rows)):
+    if edits is not None and (state.copies_tokens or not can_be_captured(edits, num_rows, hidden.device)):
         captured = None
     padded = hidden if captured is None else captured  # a graph draws all rows of SGLang's, padding too
     state.update(padded.shape[0])

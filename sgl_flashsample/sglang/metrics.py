@@ -97,7 +97,7 @@ class Metrics:
         if exported is not None:
             if self._new_truncated:
                 exported.truncated.inc(self._new_truncated)
-            # What `observe` does for one batch: a call for each of some hundred batches would hold up a step.
+            # `observe` takes one batch: its calls for some hundred batches would hold up a step.
             exported.host_seconds._count.inc(self._new_batches)
             exported.host_seconds._sum.inc(self._new_seconds)
             exported.scheduling_seconds.inc(self.scheduling_seconds)
@@ -274,7 +274,7 @@ def _prometheus_metrics() -> _Prometheus | None:
         ),
         scheduling_seconds=PrometheusCounter(
             "sglang:flashsample_scheduling_seconds",
-            "Host time outside of the sampler: batches that change, and counters",
+            "Host time outside of the sampler: batches that change, hooks and counters",
         ),
         active=Gauge(
             "sglang:flashsample_active",

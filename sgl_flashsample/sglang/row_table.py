@@ -155,9 +155,8 @@ class RowTable:
         waiting = slice(self._written, self._queued)
         lines, slots = self._new_lines[waiting].clone(), self._new_slots[waiting].clone()
         if self._device.type == "cuda":
-            torch.cuda.synchronize(
-                self._device
-            )  # once in thousands of requests: all lines that were written, were read
+            # Once in thousands of requests: no launch still reads a line that was written.
+            torch.cuda.synchronize(self._device)
         if self._written == 0:
             self._make_queue(2 * len(self._new_slots))
         self._new_lines[: len(lines)], self._new_slots[: len(slots)] = lines, slots

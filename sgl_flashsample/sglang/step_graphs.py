@@ -137,6 +137,7 @@ class _Captured(NamedTuple):
     graph: Graph
     out: SampleOutput
     holds: Any  # scratch that its launches write to
+    first_tokens: dict[int, torch.Tensor]  # views of the first tokens, by their number
 
 
 class KeyedGraphs:
@@ -151,19 +152,31 @@ class KeyedGraphs:
 
     @property
     def next_batch(self) -> Any:
-        """What the next graph has to be told: its ``StagedBatch`` or its ``EditPlaces``."""
+        """The ``StagedBatch`` or ``EditPlaces`` of the next graph, to be set before its replay."""
         return self.batches[self.slot]
 
     def replay_next(self, num_rows: int) -> SampleOutput:
+        captured = self._replay()
+        token_ids, logprobs = self._first(captured, num_rows), captured.out.logprobs
+        if logprobs is not None:
+            logprobs = logprobs[:num_rows].clone() if self._copies_tokens else logprobs[:num_rows]
+        return captured.out._replace(token_ids=token_ids, logprobs=logprobs)
+
+    def next_tokens(self, num_rows: int) -> torch.Tensor:
+        """The tokens of ``replay_next`` alone."""
+        return self._first(self._replay(), num_rows)
+
+    def _replay(self) -> _Captured:
         captured = self.captured[self.slot]
         self.slot = (self.slot + 1) % SLOTS
         captured.graph.replay()
-        token_ids, logprobs = captured.out.token_ids, captured.out.logprobs
-        if len(token_ids) != num_rows:
-            token_ids, logprobs = token_ids[:num_rows], None if logprobs is None else logprobs[:num_rows]
-        if self._copies_tokens:
-            token_ids, logprobs = token_ids.clone(), None if logprobs is None else logprobs.clone()
-        return captured.out._replace(token_ids=token_ids, logprobs=logprobs)
+        return captured
+
+    def _first(self, captured: _Captured, num_rows: int) -> torch.Tensor:
+        token_ids = captured.first_tokens.get(num_rows)
+        if token_ids is None:
+            token_ids = captured.first_tokens[num_rows] = captured.out.token_ids[:num_rows]
+        return token_ids.clone() if self._copies_tokens else token_ids
 
 
 class StepGraphs:
@@ -281,7 +294,7 @@ class StepGraphs:
             self._give_up(f"{type(error).__name__}: {error}")
             return False
         holds = [scratch, *(used.last_buffer for used in self._workspaces)]
-        graphs.captured.append(_Captured(graph, out, holds))
+        graphs.captured.append(_Captured(graph, out, holds, {}))
         return True
 
     def _give_up(self, reason: str) -> None:
@@ -316,13 +329,14 @@ def _free_bytes(device: torch.device) -> int:
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
 
 
-def can_be_captured(edits: LogitEdits, num_rows: int) -> bool:
-    """A graph can be told the tensors of such edits of ``num_rows`` rows: their flags are those of the table, and each
-    tensor has its rows where kernels expect them."""
+def can_be_captured(edits: LogitEdits, num_rows: int, device: torch.device) -> bool:
+    """A graph on this device can be told the tensors of such edits of ``num_rows`` rows: their flags are those of the
+    table, and each tensor has its rows where kernels expect them."""
     tensors = [tensor for tensor in (edits.additive, edits.scaling, edits.bias) if tensor is not None]
     return edits.rows is None and all(
         tensor.shape[0] * edits.repeats == num_rows
         and tensor.dtype is torch.float32
+        and tensor.device == device
         and tensor.stride(1) == 1
         and tensor.data_ptr() % 16 == 0
         for tensor in tensors

@@ -4,6 +4,11 @@ Both servers run, but one at a time: while one answers, the processes of the oth
 of their requests, and go on later as if no time had passed. So a window measures a server that is under way: nothing
 fills or drains. Windows are taken in the order stock, ours, ours, stock. Clients are processes of their own, on cores
 that no server uses (``traffic_client.py``).
+
+Closed loops are compared by equal work: both servers answer the same requests in the same order, so the same count of
+tokens is the same work. The tokens that both have answered are cut into equal segments, and a pair is the two running
+times of one segment. Two windows of equal time hold different requests, whose prompts and answers differ more than the
+servers do. Poisson arrivals come by time, not as the server answers: their pairs are windows.
 """
 
 from __future__ import annotations
@@ -28,7 +33,7 @@ from ..autotune.timing import Timing, describe_machine
 from .bench import ALPHA, OURS, PERCENTILES, STOCK, Bench, Load, model_name
 from .samplings import SAMPLINGS
 from .server import Server, ServerError
-from .traffic_client import ANSWERS, MIX, PROMPTS, Clients, Plan, Report, kinds_of
+from .traffic_client import ANSWERS, MIX, PROMPTS, TICK, Clients, Plan, Report, kinds_of
 
 # Figures of a row, by the names of our metrics without their prefix: the increase of the first ones during the windows
 # over that of the second ones, times a factor; or their increase since the first request of the cell.
@@ -41,7 +46,8 @@ FIGURES = {
 }
 WINDOW, SETTLE = 3.0, 0.5  # seconds; of a window, and after a server goes on until its window begins
 DECIDED = 0.02  # width of the interval of the ratio at which a cell ends: a difference of 2 % is decided
-LEAST_PAIRS = 4
+LEAST_PAIRS = 4  # of windows, in a cell that is decided
+SEGMENT, SHORTEST, LEAST_SEGMENTS = 2.0, 0.5, 4  # seconds of the slower server, about; of the faster one, at least
 FILL = 2.0  # seconds, at least, until a server's first window
 KV_TOKENS = (sum(PROMPTS) + sum(ANSWERS)) // 2 + 16  # of a request, on average and at its end
 CLIENTS_PER_PROCESS = 64
@@ -64,27 +70,78 @@ class Window(NamedTuple):
         return cls(sum(r.tokens for r in reports) / seconds, _percentiles(gaps), _percentiles(firsts))
 
 
+class Curve(NamedTuple):
+    """The tokens that arrived from one server since its cell began. totals: at the end of each ``TICK`` of running
+    time, from 0 on. filled: those that had arrived when its first window began."""
+
+    totals: tuple[float, ...]
+    filled: float
+
+    @classmethod
+    def of(cls, processes: Iterable[Sequence[int]], filled: float) -> Curve:
+        """processes: tokens in each tick that each client process saw; the last ticks of some may be missing."""
+        ticks = map(sum, zip(*processes, strict=False))
+        return cls(tuple(itertools.accumulate(ticks, initial=0)), filled)
+
+    def seconds(self, tokens: Sequence[float]) -> list[float]:
+        """Running time at which so many tokens had arrived, by linear interpolation."""
+        return [TICK * float(tick) for tick in np.interp(tokens, self.totals, np.arange(len(self.totals)))]
+
+
+def equal_work(curves: Sequence[Curve]) -> list[list[float]]:
+    """Tokens per second of each server in each segment of the tokens that both answered after both were filled.
+    Segments have equally many tokens. Without ``LEAST_SEGMENTS`` of ``SHORTEST`` seconds each there are none."""
+    first, last = max(curve.filled for curve in curves), min(curve.totals[-1] for curve in curves)
+    if last <= first:
+        return [[] for _ in curves]
+    taken = [end - start for start, end in (curve.seconds((first, last)) for curve in curves)]
+    number = max(LEAST_SEGMENTS, min(round(max(taken) / SEGMENT), int(min(taken) / SHORTEST)))
+    if min(taken) < number * SHORTEST:
+        return [[] for _ in curves]
+    bounds = [float(bound) for bound in np.linspace(first, last, number + 1)]
+    seconds = [[end - start for start, end in itertools.pairwise(curve.seconds(bounds))] for curve in curves]
+    return [[(last - first) / number / each for each in mine] for mine in seconds]
+
+
 def _percentiles(seconds: Sequence[float]) -> tuple[float, ...]:
     return tuple(1e3 * float(value) for value in np.percentile(seconds, PERCENTILES)) if seconds else ()
 
 
 @dataclasses.dataclass
 class TrafficCell:
-    """One plan, measured. windows, figures: by server's name, stock first; in_turns: not in pairs."""
+    """One plan, measured. windows, figures, curves: by server's name, stock first. curves: none where the first seconds
+    are measured."""
 
     plan: Plan
     windows: dict[str, list[Window]]
     figures: dict[str, dict[str, float | None]]
-    in_turns: bool = False
+    curves: dict[str, Curve] = dataclasses.field(default_factory=dict)
+
+    @property
+    def segments(self) -> dict[str, list[float]]:
+        """Tokens per second by server's name, of closed loops, in segments of equal work; empty without such."""
+        if not self.plan.clients or len(self.curves) != 2:
+            return {}
+        speeds = dict(zip(self.windows, equal_work([self.curves[label] for label in self.windows]), strict=True))
+        return speeds if all(speeds.values()) else {}
 
     @property
     def ratio(self) -> Ratio | None:
-        """Tokens per second of ours over stock's, minus 1; None with fewer than two windows of each."""
-        stock, ours = ([window.tokens_s for window in windows] for windows in self.windows.values())
-        pairs = min(len(stock), len(ours))
-        if pairs < 2 or min(*stock, *ours) <= 0:
-            return None
-        return (Ratio.unpaired if self.in_turns else Ratio.paired)(ours[:pairs], stock[:pairs], ALPHA)
+        """Tokens per second of ours over stock's, minus 1. None with fewer than two windows of each, and for closed
+        loops without segments."""
+        speeds = self.segments
+        if not self.plan.clients:
+            pairs = min(map(len, self.windows.values()))
+            speeds = {label: [one.tokens_s for one in windows[:pairs]] for label, windows in self.windows.items()}
+        stock, ours = speeds.values() if speeds else ([], [])
+        return Ratio.paired(ours, stock, ALPHA) if len(stock) > 1 and min(*stock, *ours) > 0 else None
+
+    def speed(self, label: str) -> tuple[float, float]:
+        """Tokens per second, and half the distance of the quartiles: of the compared work, or else of the windows."""
+        if segments := self.segments.get(label):  # of equally many tokens: their harmonic mean is tokens over time
+            return statistics.harmonic_mean(segments), Timing.of(segments).spread
+        timing = Timing.of([window.tokens_s for window in self.windows[label]])
+        return timing.us, timing.spread
 
     @property
     def decided(self) -> bool:
@@ -93,14 +150,15 @@ class TrafficCell:
         return enough and (ratio := self.ratio) is not None and ratio.high - ratio.low <= DECIDED
 
     def rows(self) -> list[dict[str, Any]]:
-        """For a result file, one per server: medians of its windows. spread: half the distance of the quartiles. ratio:
-        of tokens per second, with the bounds of its 99 % interval; None where there is one window of each."""
+        """For a result file, one per server. tokens_s, spread: ``speed``; times are medians of the windows. ratio: of
+        tokens per second, with the bounds of its 99 % interval (None without ``ratio``), the windows of both servers,
+        and the segments of their compared work (0 where windows are compared)."""
         rows: list[dict[str, Any]] = []
         for label, windows in self.windows.items():
-            timing = Timing.of([window.tokens_s for window in windows])
+            tokens_s, spread = self.speed(label)
             row: dict[str, Any] = {"clients": self.plan.clients or None, "arrivals": self.plan.arrivals}
             row |= {"sampling": self.plan.sampling, "backend": label}
-            row |= {"tokens_s": round(timing.us, 1), "spread": round(timing.spread, 1)}
+            row |= {"tokens_s": round(tokens_s, 1), "spread": round(spread, 1)}
             for name, values in (("ttft_ms", [w.firsts for w in windows]), ("itl_ms", [w.gaps for w in windows])):
                 for place, percent in enumerate(PERCENTILES):
                     seen = [each[place] for each in values if each]
@@ -109,12 +167,12 @@ class TrafficCell:
         of, low, high = rows[1]["tokens_s"] / max(1e-9, rows[0]["tokens_s"]), None, None
         if (ratio := self.ratio) is not None:
             of, low, high = (1 + ratio.off, *(round(1 + bound, 4) for bound in (ratio.low, ratio.high)))
-        windows_of_both = sum(map(len, self.windows.values()))
-        rows[1]["ratio"] = {"of": round(of, 4), "low": low, "high": high, "windows": windows_of_both}
+        counts = {"windows": sum(map(len, self.windows.values())), "segments": len(self.segments.get(OURS, ()))}
+        rows[1]["ratio"] = {"of": round(of, 4), "low": low, "high": high} | counts
         return rows
 
     def line(self) -> str:
-        stock, ours = (statistics.median(window.tokens_s for window in windows) for windows in self.windows.values())
+        stock, ours = (self.speed(label)[0] for label in self.windows)
         windows = sum(map(len, self.windows.values()))
         return f"{stock:.0f} -> {ours:.0f} tokens/s: {verdict(self.ratio)}, {windows} windows"
 
@@ -163,6 +221,7 @@ class Side:
     def __init__(self, label: str, server: Server, clients: Clients, stops: bool) -> None:
         self.label, self._server, self._clients, self._stops = label, server, clients, stops
         self._first = self._start = self._last = dict[str, float]()  # counters before the first request and window
+        self._filled = 0.0  # tokens
         self._begun = False
 
     def begin(self, plan: Plan) -> None:
@@ -179,6 +238,7 @@ class Side:
             reports = self._report(0.0, 0.0)
             if waited >= FILL and sum(r.ended for r in reports) >= sum(r.open for r in reports) > 0:
                 break
+        self._filled = self.curve().totals[-1]
         self._start = self._last = counters(self._server.metrics())
 
     def window(self, seconds: float, settle: float = SETTLE) -> Window:
@@ -188,6 +248,9 @@ class Side:
         window = Window.of(self._report(start, start + seconds), seconds)
         self._last = counters(self._server.metrics())
         return window
+
+    def curve(self) -> Curve:
+        return Curve.of(self._clients.tell("arrived", self.label), self._filled)
 
     def _report(self, start: float, end: float) -> list[Report]:
         try:
@@ -284,6 +347,7 @@ def measure(
                 side.resume()
                 cell.windows[side.label].append(side.window(window))
                 side.pause()
+                cell.curves[side.label] = side.curve()
             cell.figures = {side.label: side.figures() for side in sides}
             left = ends - time.monotonic()
             step(cell, left)

@@ -34,6 +34,7 @@ CLOSED, POISSON = "closed", "poisson"
 # A server spends more time on the text of streams than on their tokens. So about this many requests at a time stream
 # each token, and have gaps; the others stream every 16th.
 STREAMS, CHUNK_TOKENS = 8, 16
+TICK = 0.1  # seconds of running time for which arrived tokens are summed
 ANSWER_SECONDS = 60.0
 _COUNT = re.compile(rb'"completion_tokens": ?(\d+)')
 
@@ -113,7 +114,7 @@ class Report(NamedTuple):
 class Requests:
     """The requests of one process to one server: numbers ``part``, ``part + parts``, ... of the plan.
 
-    Its clock stands still while the server does.
+    Its clock, the running time, stands still while the server does.
     """
 
     def __init__(self, http: aiohttp.ClientSession, port: int, plan: Plan, part: int, parts: int) -> None:
@@ -121,6 +122,8 @@ class Requests:
         self._numbers = itertools.count(part, parts)
         self._paused_at: float | None = None
         self._paused = 0.0  # seconds
+        self._began = time.monotonic()
+        self._arrived: Counter[int] = Counter()  # tokens by number of the tick
         self._chunks: list[tuple[float, float]] = []  # time of arrival, tokens
         self._gaps: list[tuple[float, float]] = []  # time of arrival, seconds
         self._firsts: list[tuple[float, float]] = []
@@ -149,12 +152,23 @@ class Requests:
             noted[:] = [one for one in noted if one[0] >= end]
         return Report(int(sum(tokens)), gaps, firsts, self._ended, self._open, dict(self._failures))
 
+    def arrived(self) -> list[int]:
+        """Tokens that arrived in each full ``TICK`` of running time since the beginning."""
+        return [self._arrived[tick] for tick in range(self._tick(self._now()))]
+
     def end(self) -> None:
         for task in self._tasks:
             task.cancel()
 
     def _now(self) -> float:
         return (time.monotonic() if self._paused_at is None else self._paused_at) - self._paused
+
+    def _tick(self, now: float) -> int:
+        return int((now - self._began) / TICK)
+
+    def _note(self, now: float, tokens: int) -> None:
+        self._chunks.append((now, tokens))
+        self._arrived[self._tick(now)] += tokens
 
     async def _client(self) -> None:
         while not self._failures:
@@ -200,7 +214,7 @@ class Requests:
                     self._firsts.append((now, now - before))
                 elif each:
                     self._gaps.append((now, now - before))
-                self._chunks.append((now, int(count[1]) - tokens))
+                self._note(now, int(count[1]) - tokens)
                 tokens, before = int(count[1]), now
         return tokens
 

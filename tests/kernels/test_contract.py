@@ -751,8 +751,8 @@ def test_rows_that_share_a_row_of_edits_draw_as_if_each_had_its_own(device, path
 
 @on_every_path
 def test_edits_are_read_at_the_places_that_a_kernel_finds_when_it_runs(device, path):
-    """What was given says only how far rows are apart. Rows behind those of the edits have no flag. Parts of the batch
-    too."""
+    """The given tensors say only how far rows are apart. Rows behind those of the edits have no flag. A part of the
+    batch draws the same."""
     case = make_case(17, 300, device)
     edits = mixed_edits(17, 300, device)
     edits.rows[15:] = 0

@@ -368,6 +368,7 @@ HIDDEN, INDICES = torch.zeros(2, 8), torch.zeros(2, dtype=torch.int64)
         ({"slots": INDICES.int()}, "slots"),
         ({"slots": INDICES[:1]}, "slots"),
         ({"positions": torch.zeros(4, dtype=torch.int64)[::2]}, "positions"),
+        ({"slots": torch.zeros(2, dtype=torch.int64, device="meta")}, "slots is .* on meta"),
         ({"hidden": torch.zeros(8, 2).T}, "hidden has strides"),
         ({"hidden": torch.zeros(20)[1:17].view(2, 8)}, "a multiple of 16"),
     ],

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import contextlib
 import graphlib
 import gzip
 import importlib
@@ -600,25 +601,47 @@ def test_options_of_moving_traffic_that_do_not_fit_are_named(load, changes, mess
         load("traffic").prepare(options)
 
 
+def test_servers_that_ran_one_after_the_other_are_compared_by_equal_work(load):
+    module = load("traffic")
+    plan = module.Plan("trunc", range(9), clients=4)
+    added = []
+
+    def cells(servers, clients):
+        (label,) = servers
+        curve = module.traffic.Curve(tuple((100 if label == "stock" else 120) * tick for tick in range(120)), 500.0)
+        window = module.traffic.Window(1.0, (), ())
+        yield module.traffic.TrafficCell(plan, {label: [window] * 4}, {label: {}}, {label: curve})
+
+    run = object.__new__(module.ModelRun)
+    run.servers = lambda labels: contextlib.nullcontext(dict.fromkeys(labels))
+    run.cells, run._add = cells, added.append
+    run._in_turns(None)
+    (cell,) = added
+    assert cell.segments == {"stock": [pytest.approx(1000.0)] * 6, "flashsample": [pytest.approx(1200.0)] * 6}
+
+
 def test_a_page_of_moving_traffic_has_the_interval_and_what_a_server_does_not_count(load, tmp_path):
     figures = {name: 1.25 for name in ("ttft_ms_p50", "ttft_ms_p99", "itl_ms_p50", "itl_ms_p99")}
     row = {"model": "m", "clients": 64, "arrivals": "closed", "sampling": "mix", "backend": "stock", "run": 0}
     row |= figures | {"tokens_s": 1000.0, "spread": 9.0} | dict.fromkeys(("host_us", "replayed"))
     row |= {"late_captures": None, "late_compiles": None}
     ours = row | {"backend": "flashsample", "tokens_s": 1061.0, "itl_ms_p99": None, "host_us": 51.2, "replayed": 0.953}
-    ours |= {"late_captures": 0.0, "ratio": {"of": 1.06, "low": 1.052, "high": 1.068, "windows": 12}}
-    cold = [row, ours | {"tokens_s": 900.0, "ratio": {"of": 0.9, "low": None, "high": None, "windows": 2}}]
+    ours |= {"late_captures": 0.0, "ratio": {"of": 1.06, "low": 1.052, "high": 1.068, "windows": 12, "segments": 9}}
+    cold = [
+        row,
+        ours | {"tokens_s": 900.0, "ratio": {"of": 0.9, "low": None, "high": None, "windows": 2, "segments": 0}},
+    ]
     env = {"device": "H", "not_run": []}
     data = {"env": env, "runs": [{"command": "c", "date": "d"}], "rows": [row, ours]}
     data["sections"] = {"cold": {"m": {"seconds": 60.0, "rows": cold, "command": "c", "date": "d"}}}
     (tmp_path / "h200-traffic.json").write_text(json.dumps(data))
     lines = load("tables").SECTIONS["traffic"].markdown(tmp_path).splitlines()[-2:]
     assert lines[0] == (
-        "| m, 64 clients, mixed requests | 1,000 → 1,061 | 1.060 (1.052 to 1.068; 12) | 1.2 → 1.2; 1.2 → 1.2 | "
+        "| m, 64 clients, mixed requests | 1,000 → 1,061 | 1.060 (1.052 to 1.068; 9) | 1.2 → 1.2; 1.2 → 1.2 | "
         "1.2 → 1.2; 1.2 → - | 51 | 95% | 0, - |"
     )
     assert lines[1].startswith(
-        "| m, 64 clients, cold, first 60 s, mixed requests | 1,000 → 900 | 0.900 (one of each) |"
+        "| m, 64 clients, cold, first 60 s, mixed requests | 1,000 → 900 | 0.900 (no interval) |"
     )
 
 

@@ -914,7 +914,7 @@ PROGRAMS = {
 
 
 def main() -> int:
-    parser = make_parser(__doc__, needs_gpu=False)
+    parser = make_parser(__doc__)
     parser.add_argument("program", choices=PROGRAMS)
     parser.add_argument("--scale", type=float, default=1.0, help="share of the counts, replays or minutes above")
     parser.add_argument("--only", nargs="+", help="these sections")

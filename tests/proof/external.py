@@ -470,7 +470,7 @@ def run_draws(results: Results) -> None:
 
 
 def main() -> int:
-    parser = make_parser(__doc__, needs_gpu=False)
+    parser = make_parser(__doc__)
     parser.add_argument("--resume", action="store_true", help="keep what the file has, after an interruption")
     options = parser.parse_args()
     if not draws_in_host_memory(torch.device("cpu")) or torch.cuda.is_available():

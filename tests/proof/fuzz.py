@@ -800,7 +800,7 @@ async def fuzz(servers: dict[str, Server], options: Any) -> Fuzz:
 
 
 def main() -> int:
-    parser = make_parser(__doc__, needs_gpu=False)
+    parser = make_parser(__doc__)
     parser.add_argument("--requests", type=float, default=1e5, help="how many")
     parser.add_argument("--first", type=int, default=0, help="number of the first")
     parser.add_argument("--seed", type=int, default=0)

@@ -479,7 +479,7 @@ def check_order(library: ctypes.CDLL, battery: str, order: str, reverse: bool = 
 
 
 def main() -> int:
-    parser = make_parser(__doc__, needs_gpu=False)
+    parser = make_parser(__doc__)
     parser.add_argument("--only", nargs="*", choices=SECTIONS, default=list(SECTIONS))
     parser.add_argument("--words", type=int, default=WORDS, help="upper words of the map (default: all)")
     parser.add_argument("--crush", nargs="+", choices=ORDERS, default=[], help="orders that Crush tests too")

@@ -445,7 +445,7 @@ def measure(folder: Path, cells: list[Cell] | None = None, speculates: bool = Fa
 
 
 def main() -> int:
-    parser = make_parser(__doc__, needs_gpu=False)
+    parser = make_parser(__doc__)
     parser.add_argument("--features", nargs="+", choices=FEATURES, help="only these, and their pairs")
     parser.add_argument("--speculation", action="store_true", help="our server verifies drafts")
     options = parser.parse_args()

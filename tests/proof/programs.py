@@ -3,7 +3,9 @@ result files. Import it first: with ``--dry-run`` it turns Triton's interpreter 
 
 from __future__ import annotations
 
+import argparse
 import concurrent.futures
+import datetime
 import itertools
 import multiprocessing
 import sys
@@ -20,13 +22,13 @@ from common import (  # noqa: E402
     DRY_RUN,
     MAX_REASON,
     command_line,
-    make_parser,
-    new_env,
     read_result,
     reason_of,
-    today,
     write_result,
 )
+
+from sgl_flashsample import __version__  # noqa: E402
+from sgl_flashsample.autotune.timing import describe_machine  # noqa: E402
 
 __all__ = [
     "DEVICE",
@@ -42,6 +44,23 @@ __all__ = [
     "today",
     "write_result",
 ]
+
+
+def make_parser(description: str | None) -> argparse.ArgumentParser:
+    """A parser with --out."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.allow_abbrev = False
+    parser.add_argument("--out", type=Path, required=True, help="the JSON file to write, as results come")
+    return parser
+
+
+def new_env() -> dict[str, Any]:
+    """The machine, versions, date and command that results depend on."""
+    return describe_machine(DEVICE) | {"sgl_flashsample": __version__, "date": today(), "command": command_line()}
+
+
+def today() -> str:
+    return datetime.date.today().isoformat()
 
 
 def in_processes(function: Callable[..., Any], cases: Iterable[tuple], processes: int) -> Iterator[Any]:

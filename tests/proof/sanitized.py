@@ -153,7 +153,7 @@ def select(expression: str) -> list[str]:
 
 
 def main() -> int:
-    parser = make_parser(__doc__, needs_gpu=False)
+    parser = make_parser(__doc__)
     parser.add_argument("--tools", nargs="+", choices=TOOLS, default=TOOLS)
     parser.add_argument("--select", default=SELECTED, help="pytest's -k")
     parser.add_argument("--processes", type=int, default=8)

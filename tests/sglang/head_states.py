@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from fake_head import FakeHead, Script
 
 from sgl_flashsample.defaults import HeadTraits, default_config_on
 from sgl_flashsample.dispatch import DispatchTable
@@ -161,10 +162,14 @@ def make_state(
     screened: bool = False,
     capture: CountingCapture | None = None,
     dtype: torch.dtype | None = None,
+    script: Script | None = None,
     **processor: Any,
 ) -> HeadState:
-    """A head whose batches take the screen where it has one. capture: of step graphs, where it has them."""
+    """A head whose batches take the screen where it has one. capture: of step graphs, where it has them. script: of a
+    ``FakeHead``, where it is one."""
     state = HeadState(Processor(**processor), make_head(weights(device, seed, dtype)), capture)
+    if script is not None:
+        state.head = FakeHead(state.head.lm_head, announces_changes=True, script=script)
     state.head.table = screening_table(HeadTraits.of(state.head.lm_head))
     state.use_step_graphs = capture is not None
     if screened:
@@ -177,6 +182,14 @@ def write_unseen(state: HeadState, values: torch.Tensor) -> None:
     version = state.lm_head.weight._version
     state.lm_head.weight.data.copy_(values)
     assert state.lm_head.weight._version == version
+
+
+def metadata_of(*modes: str, **fields: Any) -> types.SimpleNamespace:
+    """As SGLang's LogitsMetadata of a forward in these modes: a verification and a split prefill are prefills, too."""
+    names = ("decode", "extend", "target_verify", "split_prefill", "draft_extend_v2")
+    mode = types.SimpleNamespace(**{f"is_{name}": lambda name=name: name in modes for name in names})
+    fields = {"extend_return_logprob": False, "is_prefill_only": False} | fields
+    return types.SimpleNamespace(forward_mode=mode, **fields)
 
 
 def serve(runtime: Runtime, *states: HeadState) -> None:
@@ -244,6 +257,13 @@ class Model(torch.nn.Module):
         self.logits_processor, self.lm_head = TorchProcessor(**processor), lm_head
 
 
+def model_of(*states: HeadState) -> types.SimpleNamespace:
+    """A model with these heads, as our code finds them."""
+    parents = {str(place): types.SimpleNamespace(lm_head=state.lm_head) for place, state in enumerate(states)}
+    processors = {f"{place}.logits_processor": state.processor for place, state in enumerate(states)}
+    return types.SimpleNamespace(named_modules=lambda: (parents | processors).items())
+
+
 class TorchProcessor(Processor, torch.nn.Module):
     """A LogitsProcessor that modules can hold."""
 
@@ -265,20 +285,14 @@ def lora_modules(named: Any) -> set[str]:
     return {"all"} if isinstance(named, str) else {{"output": "lm_head"}.get(name, name) for name in named}
 
 
-def pretended_sglang() -> tuple[types.SimpleNamespace, dict[str, types.ModuleType]]:
-    """The settings of a plain server, to be changed by a test, and the modules in which our code looks them up."""
+def pretended_sglang() -> tuple[types.SimpleNamespace, dict[str, dict[str, Any]]]:
+    """The settings of a plain server, to be changed by a test, and the modules in which our code looks them up, with
+    their attributes."""
     space = types.SimpleNamespace
     config = space(
         parallel=space(
-            tp_size=1,
-            pp_size=1,
-            tp_rank=0,
-            pp_rank=0,
-            attn_tp_rank=0,
-            attn_tp_size=1,
-            attn_dp_rank=0,
-            attn_dp_size=1,
-            attn_cp_size=1,
+            **dict.fromkeys(("tp_size", "pp_size", "attn_tp_size", "attn_dp_size", "attn_cp_size"), 1),
+            **dict.fromkeys(("tp_rank", "pp_rank", "attn_tp_rank", "attn_dp_rank"), 0),
             enable_dp_lm_head=False,
         ),
         exec=space(
@@ -312,7 +326,7 @@ def pretended_sglang() -> tuple[types.SimpleNamespace, dict[str, types.ModuleTyp
         ),
         environ=space(SGLANG_SIMULATE_ACC_LEN=space(get=lambda: -1)),
     )
-    contents: dict[str, dict[str, Any]] = {
+    return config, {
         "sglang": {},
         "sglang.srt": {},
         "sglang.srt.layers": {},
@@ -327,7 +341,3 @@ def pretended_sglang() -> tuple[types.SimpleNamespace, dict[str, types.ModuleTyp
             "should_apply_lm_head_quant_method": lambda head, method: method is not None,
         },
     }
-    modules = {name: types.ModuleType(name) for name in contents}
-    for name, attributes in contents.items():
-        vars(modules[name]).update(attributes)
-    return config, modules

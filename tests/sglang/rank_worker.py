@@ -35,7 +35,10 @@ from head_states import (
     weights,
 )
 
-CONFIG, MODULES = pretended_sglang()
+CONFIG, contents = pretended_sglang()
+MODULES = {name: types.ModuleType(name) for name in contents}
+for name, attributes in contents.items():
+    vars(MODULES[name]).update(attributes)
 sys.modules.update(MODULES)
 
 from sgl_flashsample import paths, screen, selfcheck  # noqa: E402

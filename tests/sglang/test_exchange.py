@@ -8,6 +8,7 @@ import subprocess
 import sys
 import types
 import weakref
+from collections.abc import Sequence
 from pathlib import Path
 
 import exchange_worker
@@ -77,12 +78,10 @@ def test_the_token_is_that_of_one_rank_with_the_whole_head_and_so_is_its_logprob
 
 
 @pytest.mark.parametrize("attention", [False, True])
-def test_the_ranks_of_an_exchange_are_those_whose_logits_sglang_gathers(monkeypatch, attention):
+def test_the_ranks_of_an_exchange_are_those_whose_logits_sglang_gathers(pretend, attention):
     groups = {name: types.SimpleNamespace(rank_in_group=1, world_size=size) for name, size in (("tp", 4), ("attn", 2))}
     state = types.SimpleNamespace(get_tp_group=lambda: groups["tp"], get_attn_tp_group=lambda: groups["attn"])
-    module = types.ModuleType("sglang.srt.distributed")
-    module.parallel_state = state
-    monkeypatch.setitem(sys.modules, "sglang.srt.distributed", module)
+    pretend("sglang.srt.distributed", parallel_state=state)
     processor = Processor(do_tensor_parallel_all_gather=True, use_attn_tp_group=attention)
     exchange = Exchange.of_processor(processor)
     assert (exchange.rank, exchange.num_ranks) == (1, 2 if attention else 4)
@@ -113,12 +112,10 @@ def test_the_bytes_of_a_step_are_those_of_its_collectives(num_ranks, num_rows):
     assert sum(received) == bytes_received(num_ranks, num_rows, part_bytes=96)
 
 
-def test_ranks_that_others_may_join_while_they_run_agree_on_nothing(server_config, monkeypatch):
+def test_ranks_that_others_may_join_while_they_run_agree_on_nothing(server_config, pretend, monkeypatch):
     """One that joins later would wait for answers of those that run. The fused pass stays off there."""
-    parallel_state = types.SimpleNamespace(get_world_group=lambda: types.SimpleNamespace(rank_in_group=1, world_size=2))
-    distributed = types.ModuleType("sglang.srt.distributed")
-    distributed.parallel_state = parallel_state
-    monkeypatch.setitem(sys.modules, "sglang.srt.distributed", distributed)
+    group = types.SimpleNamespace(rank_in_group=1, world_size=2)
+    pretend("sglang.srt.distributed", parallel_state=types.SimpleNamespace(get_world_group=lambda: group))
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     assert RankSync.of_server().num_ranks == 2
     server_config.exec.moe.elastic_ep_backend = "mooncake"
@@ -130,17 +127,6 @@ def test_a_batch_beyond_the_memory_of_the_ranks_is_exchanged_by_collectives():
     assert exchange.memory_for(1) is None
     exchange.memory = types.SimpleNamespace(max_rows=8)
     assert exchange.memory_for(8) is exchange.memory and exchange.memory_for(9) is None
-
-
-class ReachableGroup:
-    """Of two GPUs that reach each other, as far as SGLang's all-reduce has found; ``others``: what the other rank says
-    when ranks are asked."""
-
-    def __init__(self, others: bool) -> None:
-        self.rank_in_group, self.world_size, self.device = 0, 2, torch.device("cpu")
-        self.ca_comm = types.SimpleNamespace(disabled=False, graph_params=None)
-        self.device_group = types.SimpleNamespace(group_name="tp")
-        self.others = others
 
 
 class Handle:
@@ -157,13 +143,16 @@ class Handle:
 
 
 @pytest.fixture
-def connected(monkeypatch):
-    """Connects a group; returns the exchange and a reference to the memory that it reserved. fails: on this rank.
-    opened: the groups that have opened each other's memory."""
+def connected(monkeypatch, pretend):
+    """Connects two ranks; returns the exchange and a reference to the memory that it reserved. reach: GPUs reach each
+    other, as far as SGLang's all-reduce has found. others: the other rank has memory, and has opened that of this one.
+    fails: this one has none. opens: it can open memory. opened: the groups that have opened it."""
     opened: list[str] = []
 
-    def connect(others: bool, fails: bool = False) -> tuple[Exchange, weakref.ref | None]:
-        reserved = []
+    def connect(
+        reach: bool = True, others: Sequence[bool] = (True, True), fails: bool = False, opens: bool = True
+    ) -> tuple[Exchange, weakref.ref | None]:
+        reserved, answers = [], iter(others)
 
         def reserve(num_bytes: int, device: torch.device) -> torch.Tensor:
             if fails:
@@ -172,13 +161,18 @@ def connected(monkeypatch):
             reserved.append(weakref.ref(region))
             return region
 
+        def rendezvous(region: torch.Tensor, name: str) -> Handle | None:
+            opened.append(name)
+            return Handle(region) if opens else None
+
         monkeypatch.setattr(exchange_module, "_symmetric_memory", reserve)
-        monkeypatch.setattr(RankSync, "of_all", lambda self, value: [value, self._group.others])
-        symmetric = types.ModuleType("torch.distributed._symmetric_memory")
-        symmetric.rendezvous = lambda region, name: opened.append(name) or Handle(region)
-        monkeypatch.setitem(sys.modules, "torch.distributed._symmetric_memory", symmetric)
+        monkeypatch.setattr(RankSync, "of_all", lambda self, value: [value, next(answers)])
         monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-        exchange = Exchange(ReachableGroup(others))
+        pretend("torch.distributed._symmetric_memory", rendezvous=rendezvous)
+        group = types.SimpleNamespace(rank_in_group=0, world_size=2, device=torch.device("cpu"))
+        group.ca_comm = types.SimpleNamespace(disabled=False, graph_params=None) if reach else None
+        group.device_group = types.SimpleNamespace(group_name="tp")
+        exchange = Exchange(group)
         exchange.connect(4, 32, torch.bfloat16)
         return exchange, reserved[0] if reserved else None
 
@@ -187,28 +181,24 @@ def connected(monkeypatch):
 
 
 def test_ranks_that_reach_each_others_memory_exchange_through_it_and_keep_it(connected):
-    exchange, reserved = connected(others=True)
+    exchange, reserved = connected()
     assert exchange.memory.max_rows == 4 and exchange.memory.own_logits.shape == (4, 32)
     gc.collect()
     assert reserved() is not None, "the views of a region do not keep its memory"
 
 
-def test_where_one_rank_cannot_open_the_memory_of_the_others_all_use_collectives(connected, monkeypatch):
-    monkeypatch.setattr(Handle, "get_buffer", lambda *arguments: 1 / 0)
-    exchange, _ = connected(others=True)
-    assert exchange.memory is None
-
-
-@pytest.mark.parametrize("others, fails", [(False, False), (True, True)], ids=["another rank", "this rank"])
-def test_where_one_rank_has_no_memory_for_an_exchange_all_use_collectives(connected, others, fails):
-    exchange, _ = connected(others, fails)
-    assert exchange.memory is None and not connected.opened, "no rank waits to open memory that another does not have"
-
-
-def test_ranks_whose_gpus_do_not_reach_each_other_use_collectives(connected, monkeypatch):
-    monkeypatch.setattr(ReachableGroup, "__init__", lambda self, others: vars(self).update(BARE))
-    exchange, reserved = connected(others=True)
-    assert exchange.memory is None and reserved is None
-
-
-BARE = {"rank_in_group": 0, "world_size": 2, "ca_comm": None, "others": True}
+@pytest.mark.parametrize(
+    "fault, opened",
+    [
+        ({"others": (False,)}, []),
+        ({"fails": True}, []),
+        ({"reach": False}, []),
+        ({"opens": False}, ["tp"]),
+        ({"others": (True, False)}, ["tp"]),
+    ],
+    ids=["another rank", "this rank", "GPUs that do not reach each other", "cannot open", "another rank cannot open"],
+)
+def test_where_one_rank_has_no_memory_for_an_exchange_all_use_collectives(connected, fault, opened):
+    exchange, reserved = connected(**fault)
+    assert exchange.memory is None and (reserved is None) is not fault.keys().isdisjoint({"fails", "reach"})
+    assert connected.opened == opened, "no rank waits to open memory that another does not have"

@@ -9,6 +9,7 @@ import types
 import pytest
 import torch
 from head_states import (
+    CPU,
     VOCAB,
     CountingCapture,
     hidden_states,
@@ -21,7 +22,6 @@ from head_states import (
     weights,
     write_unseen,
 )
-from serving import needs_sglang
 from sglang_batches import (
     CountingHead,
     ModelRunner,
@@ -34,9 +34,8 @@ from sglang_batches import (
     sampling_info,
 )
 
-from sgl_flashsample import paths
 from sgl_flashsample.defaults import HeadTraits
-from sgl_flashsample.dispatch import default_table
+from sgl_flashsample.dispatch import DispatchTable
 from sgl_flashsample.kernels.params import LMHead
 from sgl_flashsample.kernels.workspace import ScreenCounter
 from sgl_flashsample.screen import Screen
@@ -51,51 +50,50 @@ from sgl_flashsample.sglang.screen_lifecycle import (
     LONGEST_PAUSE_SECONDS,
     MAX_READ_SHARE,
     MIN_BLOCKS,
-    SCREEN_VARIABLE,
     HeadScreen,
     PausePolicy,
     ScreenMode,
-    screen_mode,
     unsupported_screen,
 )
 
-pytestmark = [needs_sglang, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
-# Whether a head has one.
-
-
-@pytest.mark.parametrize("text, mode", [(None, "auto"), ("auto", "auto"), ("on", "on"), (" Off", "off")])
-def test_the_environment_says_what_was_asked_for(monkeypatch, text, mode):
-    monkeypatch.delenv(SCREEN_VARIABLE, raising=False)
-    if text is not None:
-        monkeypatch.setenv(SCREEN_VARIABLE, text)
-    assert screen_mode() is ScreenMode(mode)
+# Heads that get a screen.
 
 
-def test_auto_wants_a_table_that_has_measured_it_and_on_takes_the_built_in_choice_too(device):
-    head = make_state(device).head.lm_head
-    built_in, measured = default_table(head), screening_table(HeadTraits.of(head))
-    assert unsupported_screen(head, built_in, ScreenMode.AUTO, 16) == "no tuned table says that it is faster here"
-    assert unsupported_screen(head, measured, ScreenMode.AUTO, 16) is None
-    assert unsupported_screen(head, measured, ScreenMode.ON, 16) is None
-    unscreened = measured.without_screen()
-    reason = "the screened path is the choice for no batch size here"
-    assert unsupported_screen(head, unscreened, ScreenMode.ON, 16) == reason
-    if device.type == "cpu":  # the built-in choice of a GPU depends on the head
-        assert unsupported_screen(head, built_in, ScreenMode.ON, 16) is None
+MEASURED, BUILT_IN = screening_table, DispatchTable
+ON, AUTO = ScreenMode.ON, ScreenMode.AUTO
+NOT_COVERED = "the head cannot be screened: its logit_scale is -1.0, the bound needs a positive one"
 
 
-def test_a_head_in_host_memory_has_none(device, monkeypatch):
-    head = make_state(device).head.lm_head
-    monkeypatch.setattr("sgl_flashsample.sglang.screen_lifecycle.draws_in_host_memory", lambda device: True)
-    reason = unsupported_screen(head, screening_table(HeadTraits.of(head)), ScreenMode.ON, 16)
-    assert reason == "the head is in host memory"
+@pytest.mark.parametrize(
+    "scale, table, mode, reason",
+    [
+        (None, BUILT_IN, AUTO, "no tuned table says that it is faster here"),
+        (None, MEASURED, AUTO, None),
+        (None, MEASURED, ON, None),
+        (None, BUILT_IN, ON, None),
+        (
+            None,
+            lambda traits: MEASURED(traits).without_screen(),
+            ON,
+            "the screened path is the choice for no batch size here",
+        ),
+        (-1.0, MEASURED, ON, NOT_COVERED),
+    ],
+)
+def test_auto_wants_a_table_that_has_measured_it_and_on_takes_the_built_in_choice_too(
+    device, scale, table, mode, reason
+):
+    if table is BUILT_IN and mode is ON and device.type != "cpu":
+        pytest.skip("the built-in choice of a GPU depends on the head")
+    head = make_state(device, logit_scale=scale).head.lm_head
+    assert unsupported_screen(head, table(HeadTraits.of(head)), mode, 16) == reason
 
 
-def test_a_head_that_the_bound_does_not_cover_has_none(device):
-    head = make_state(device, logit_scale=-1.0).head.lm_head
-    reason = unsupported_screen(head, screening_table(HeadTraits.of(head)), ScreenMode.ON, 16)
-    assert reason == "the head cannot be screened: its logit_scale is -1.0, the bound needs a positive one"
+def test_a_head_in_host_memory_has_none(in_host_memory):
+    head = make_state(CPU).head.lm_head
+    assert unsupported_screen(head, screening_table(HeadTraits.of(head)), ON, 16) == "the head is in host memory"
 
 
 @pytest.fixture
@@ -131,7 +129,7 @@ def test_a_screen_takes_no_more_than_its_share_of_the_free_memory(free_memory, m
     )
 
 
-# What it draws.
+# Draws with a screen.
 
 
 def tokens(state: HeadState, return_logprob: bool = False) -> list[int]:
@@ -192,17 +190,9 @@ def test_a_change_that_pytorch_knows_of_is_noticed_without_being_told(state, dev
     assert tokens(state) == unscreened[1] and state.head.screen is not None
 
 
-def failing(monkeypatch, error: Exception) -> None:
-    """The screened path fails from now on."""
-
-    def fails(*arguments, **options):
-        raise error
-
-    monkeypatch.setattr(paths, "screened_sample", fails)
-
-
-def test_a_failing_screen_switches_off_itself_alone_with_one_warning(state, unscreened, monkeypatch, caplog):
-    failing(monkeypatch, RuntimeError("no such kernel"))
+def test_a_failing_screen_switches_off_itself_alone_with_one_warning(device, script, unscreened, caplog):
+    state = make_state(device, screened=True, script=script)
+    script.error, script.screened = RuntimeError("no such kernel"), True
     with caplog.at_level(logging.WARNING, "sgl_flashsample"):
         for _ in range(3):
             assert tokens(state) == unscreened[0]
@@ -210,32 +200,21 @@ def test_a_failing_screen_switches_off_itself_alone_with_one_warning(state, unsc
         "flashsample: screen (INT8 copy of the LM head) off until restart; small batches are slower without it, their "
         "tokens are the same: RuntimeError: no such kernel"
     ]
-    monkeypatch.undo()
+    script.error = None
     state.renew_screen()
     assert tokens(state) == unscreened[0] and state.head.screen is None, "it stays off"
+    assert [call.screened for call in script.calls] == [True] + [False] * 4
 
 
-def test_a_screened_batch_without_memory_is_raised_and_the_screen_stays(state, monkeypatch, caplog):
-    failing(monkeypatch, torch.OutOfMemoryError("no memory"))
-    with pytest.raises(torch.OutOfMemoryError):
+@pytest.mark.parametrize("screened, error", [(True, torch.OutOfMemoryError), (False, ZeroDivisionError)])
+def test_a_failure_that_is_not_the_screens_is_raised_at_once_and_the_screen_stays(
+    device, script, caplog, screened, error
+):
+    state = make_state(device, screened=screened, script=script)
+    script.error = error("a fault")
+    with pytest.raises(error):
         tokens(state)
-    assert state.has_screen and not caplog.records
-
-
-def test_a_failure_without_a_screen_is_raised_at_once(device, monkeypatch, caplog):
-    calls = []
-    state = make_state(device)
-    monkeypatch.setattr(state.head, "draw", lambda *arguments, **options: calls.append(1) or 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        tokens(state)
-    assert len(calls) == 1 and not caplog.records
-
-
-def test_freed_memory_is_taken_again_with_the_next_copy(state, unscreened):
-    state.free_screen()
-    assert not is_serving(state) and tokens(state) == unscreened[0] and state.head.screen is None
-    state.renew_screen()
-    assert tokens(state) == unscreened[0] and screened_rows(state) == 6
+    assert len(script.calls) == 1 and state.has_screen is screened and not caplog.records
 
 
 def test_freed_memory_is_taken_again_only_where_there_is_enough(state, free_memory):
@@ -262,6 +241,7 @@ def test_a_copy_for_which_there_is_no_memory_leaves_the_head_without_a_screen(st
 
 def test_a_copy_that_was_made_in_sglangs_inference_mode_can_be_renewed_outside_of_it(state, unscreened):
     state.free_screen()
+    assert not is_serving(state) and tokens(state) == unscreened[0] and state.head.screen is None
     with torch.inference_mode():
         state.renew_screen()
     state.weights_change()

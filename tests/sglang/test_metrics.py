@@ -9,7 +9,6 @@ import types
 import pytest
 import torch
 from head_states import make_state, settle
-from serving import needs_sglang
 from sglang_batches import SteadyServer
 
 from sgl_flashsample.kernels.workspace import ScreenCounter
@@ -168,10 +167,9 @@ def test_the_interval_is_the_environments(monkeypatch, text):
     assert (counted.log_seconds, counted.read_seconds) == (seconds, min(seconds, 1.0))
 
 
-@needs_sglang
-def test_truncated_rows_and_their_searches_reach_the_metrics(device, one_rank, monkeypatch):
+def test_truncated_rows_and_their_searches_reach_the_metrics(device, one_rank, script, monkeypatch):
     monkeypatch.setenv(LOG_SECONDS_VARIABLE, "0")
-    state = make_state(device)
+    state = make_state(device, script=script)
     of_sglang = {"top_k": 4, "temperature": 1.0, "mask": True}
     server = SteadyServer(device, state, [{"top_k": 4, "temperature": 1.0}, {"temperature": 1.0}, of_sglang])
     for _ in range(3):

@@ -6,19 +6,18 @@ import ctypes
 import json
 import logging
 import types
+from collections.abc import Callable
 
 import pytest
 import torch
-from head_states import CPU, make_state
+from head_states import CPU, hidden_states, make_state, metadata_of, model_of, serve
 from serving import CUDA as CUDA_HERE
 from serving import needs_sglang, server_of
 
 from sgl_flashsample.sglang import model_graph
-from sgl_flashsample.sglang import runtime as runtime_module
 from sgl_flashsample.sglang.hooks import StepHooks
 from sgl_flashsample.sglang.lazy_logits import LazyLogits
 from sgl_flashsample.sglang.model_graph import MODEL_GRAPHS_VARIABLE, ExtraRoot
-from sgl_flashsample.sglang.runtime import Runtime
 from sgl_flashsample.tools import markov
 
 CUDA, STREAM, GRAPH, EVENT = torch.device("cuda", 0), 11, 22, 33
@@ -76,13 +75,13 @@ class Event:
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """A function that pretends a GPU, and a value of the variable."""
+    """A function that pretends a GPU with its driver, and a value of the variable."""
 
-    def pretend(value: str | None) -> None:
+    def pretend(value: str | None, driver: Callable[[], Driver] = Driver) -> None:
         monkeypatch.setattr(torch.version, "cuda", "13.0")
         monkeypatch.setattr(torch.cuda, "Event", Event)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
-        monkeypatch.setattr(model_graph, "_driver", Driver)
+        monkeypatch.setattr(model_graph, "_driver", driver)
         monkeypatch.delenv(MODEL_GRAPHS_VARIABLE, raising=False)
         if value is not None:
             monkeypatch.setenv(MODEL_GRAPHS_VARIABLE, value)
@@ -111,10 +110,9 @@ def test_a_server_asks_whether_ranks_share_its_head(runtime, monkeypatch, severa
     asked = []
     state = make_state(CPU)
     state.exchange = types.SimpleNamespace(rank=0, num_ranks=2, memory=None) if several_ranks else None
-    monkeypatch.setattr(runtime_module, "_heads_of", lambda model: [(state.processor, state.lm_head)])
-    monkeypatch.setattr(runtime, "_prepare", lambda *arguments, **options: state)
+    serve(runtime, state)
     monkeypatch.setattr(ExtraRoot, "of_device", lambda *arguments: asked.append(arguments))
-    runtime.prepare_model(torch.nn.Module())
+    runtime.prepare_model(model_of(state))
     assert asked == [(state.head.lm_head.weight.device, several_ranks)]
 
 
@@ -123,64 +121,48 @@ def test_the_host_has_no_graphs(gpu):
     assert ExtraRoot.of_device(torch.device("cpu"), False) is None
 
 
-def test_without_a_cuda_driver_the_server_goes_without(gpu, monkeypatch, caplog):
-    gpu("1")
-
+def test_without_a_cuda_driver_the_server_goes_without(gpu, caplog):
     def missing():
         raise OSError("libcuda.so.1: cannot open shared object file")
 
-    monkeypatch.setattr(model_graph, "_driver", missing)
+    gpu("1", missing)
     assert ExtraRoot.of_device(CUDA, False) is None
     assert "libcuda.so.1" in caplog.text
 
 
-@pytest.mark.parametrize(("capturing", "deferred", "added"), [(True, True, 1), (False, True, 0), (True, False, 0)])
-def test_it_is_added_where_a_capture_leaves_the_logits_to_us(monkeypatch, capturing, deferred, added):
-    runtime = Runtime("a test")
-    runtime._extra_root = root_of(driver := Driver())
-    state = types.SimpleNamespace(captured={}, was_recaptured=False)
-    monkeypatch.setattr(runtime, "can_defer", lambda *_: state if deferred else None)
-    monkeypatch.setattr(runtime_module, "_is_capturing", lambda: capturing)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: types.SimpleNamespace(cuda_stream=STREAM))
-    logits = StepHooks(runtime).get_logits(
-        lambda *_: "logits", types.SimpleNamespace(vocab_size=8), torch.zeros(2, 4), None, metadata_of("decode")
-    )
-    assert isinstance(logits, LazyLogits) is deferred
-    assert len(driver.added) == added
-
-
-def metadata_of(mode: str) -> types.SimpleNamespace:
-    """The facts that SGLang tells a LogitsProcessor of a forward in this mode."""
-    modes = ("decode", "extend", "target_verify", "draft_extend_v2")
-    forward_mode = types.SimpleNamespace(**{f"is_{name}": lambda name=name: name == mode for name in modes})
-    return types.SimpleNamespace(forward_mode=forward_mode)
-
-
 @pytest.mark.parametrize(
-    "capturing, mode, draft, kept",
+    "captures, mode, draft, kept",
     [
         (True, "decode", False, True),
         (True, "target_verify", False, True),
         (False, "decode", False, False),
         (True, "draft_extend_v2", True, False),
         (True, "decode", True, False),
+        (True, "nothing that draws", False, False),
     ],
 )
-def test_hidden_states_of_a_captured_model_are_kept_for_the_graphs_of_its_steps(
-    monkeypatch, capturing, mode, draft, kept
+def test_a_capture_that_leaves_the_logits_to_us_gets_the_root_and_its_hidden_states_are_kept(
+    runtime, pretend_gpu, captures, mode, draft, kept
 ):
     """SGLang's graphs write them at the same place in each step; drafts are drawn within SGLang's graphs."""
-    runtime, processor, hidden = Runtime("a test"), types.SimpleNamespace(vocab_size=8), torch.zeros(4, 4)
-    state = types.SimpleNamespace(captured={}, was_recaptured=False)
+    state, hidden = make_state(CPU), hidden_states(CPU)
+    num_rows, drawn = len(hidden), mode != "nothing that draws"
+    runtime._extra_root = root_of(driver := Driver())
+    runtime.settings.verifies = True
+    serve(runtime, state)
+    pretend_gpu(True, captures)
     if draft:
-        runtime._draft_processors.add(id(processor))
-    monkeypatch.setattr(runtime, "can_defer", lambda *_: state)
-    monkeypatch.setattr(runtime_module, "_is_capturing", lambda: capturing)
-    logits = StepHooks(runtime).get_logits(lambda *_: "logits", processor, hidden, None, metadata_of(mode))
-    assert (state.captured.get(4) is hidden) is kept and bool(state.captured) is kept
-    assert (logits.captured is hidden) is (logits[:3].captured is hidden) is capturing
-    assert logits[1:].captured is None, "they do not begin where a graph has them"
+        runtime.draft_head, runtime.draws_drafts = state, True
+        runtime._draft_processors.add(id(state.processor))
+    modes = [mode, "extend"] if mode == "target_verify" else [mode]
+    arguments = state.processor, hidden, state.lm_head, metadata_of(*modes)
+    logits = StepHooks(runtime).get_logits(lambda *_: "logits", *arguments)
+    assert isinstance(logits, LazyLogits) is drawn and len(driver.added) == (captures and drawn)
+    assert (state.captured.get(num_rows) is hidden) is kept and bool(state.captured) is kept
     assert not state.was_recaptured
+    if drawn:
+        assert (logits.captured is hidden) is (logits[:3].captured is hidden) is captures
+        assert logits[1:].captured is None, "they do not begin where a graph has them"
 
 
 @pytest.mark.gpu

@@ -12,7 +12,6 @@ import types
 import pytest
 import torch
 from head_states import WIDTH
-from serving import needs_sglang
 from sglang_batches import for_forward, grammar, request
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -20,13 +19,10 @@ from sgl_flashsample.kernels.params import SampleOutput
 from sgl_flashsample.sglang.batch import (
     PREPROCESS_ATTRIBUTE,
     REASON_ATTRIBUTE,
-    SLOTS_ATTRIBUTE,
     Routing,
     batch_of,
     routing_of,
 )
-
-pytestmark = needs_sglang
 
 GREEDY = {"temperature": 0}
 ROWS = 15
@@ -336,15 +332,6 @@ def test_a_request_that_cannot_be_read_is_sglangs_as_it_asks_and_the_rows_beside
     assert got.tolist() == [alone.item(), *head.logits(states[1:]).argmax(-1).tolist()]
 
 
-@pytest.mark.parametrize("slots", [None, [1], [1, 2, 3]])
-def test_rows_whose_slots_are_not_known_are_sglangs(runners, head, info_of, hidden, slots):
-    info, states = info_of([request("a", **GREEDY), request("b", **GREEDY)]), hidden(2)
-    setattr(info, SLOTS_ATTRIBUTE, slots and torch.tensor(slots))
-    got, output = runners[0].sample(head.lazy(states), info)
-    assert output.customized_info == {"flashsample_path": ["native:unknown_rows"] * 2}
-    assert got.tolist() == head.logits(states).argmax(-1).tolist()
-
-
 def test_a_grammar_of_an_unknown_kind_is_sglangs_from_the_next_step_on_with_one_warning(
     runners, head, info_of, hidden, caplog
 ):
@@ -381,11 +368,8 @@ def test_a_grammar_that_is_complete_ends_an_answer_before_min_new_tokens(runners
 @pytest.mark.parametrize(
     "error, path", [(torch.OutOfMemoryError, "native:out_of_memory"), (RuntimeError, "native:error")]
 )
-def test_a_failure_that_is_no_grammars_leaves_grammars_fused(runners, head, info_of, hidden, monkeypatch, error, path):
-    def fails(*arguments):
-        raise error("a penalty failed")
-
-    monkeypatch.setattr("sgl_flashsample.sglang.sampler.edits_of", fails)
+def test_a_failure_that_is_no_grammars_leaves_grammars_fused(runners, head, info_of, hidden, script, error, path):
+    script.error = error("a kernel failed")
     _, output = runners[0].sample(head.lazy(hidden(1)), info_of([request("g", grammar=grammar(5, 9), **GREEDY)]))
     assert output.customized_info["flashsample_path"] == [path]
     runtime = runners[0].sampler.runtime

@@ -18,24 +18,23 @@ from pathlib import Path
 
 import pytest
 import torch
+from fake_head import Script
 from head_states import (
     CPU,
     RANK_ROWS,
     VOCAB,
     CountingCapture,
-    Model,
     hidden_states,
     make_state,
+    model_of,
     rank_batches,
     serve,
     step_of,
 )
-from serving import needs_sglang
 from sglang_batches import request
 
 from sgl_flashsample.kernels.params import SampleOutput
 from sgl_flashsample.kinds import SamplingPath
-from sgl_flashsample.sglang import runtime as runtime_module
 from sgl_flashsample.sglang.batch import GrammarError, check_mask, grammar_mask
 from sgl_flashsample.sglang.draw import draw
 from sgl_flashsample.sglang.exchange import RankSync
@@ -49,7 +48,7 @@ from sgl_flashsample.tools.server import free_port
 WORKER = Path(__file__).with_name("rank_worker.py")
 SECONDS = 20.0  # that a rank may take to end after the other one has
 
-# What strikes rank 1 at the start, and the reason that both then have; or, where it does not concern the other rank,
+# Faults of rank 1 at the start, and the reason that both then have; or, where it does not concern the other rank,
 # that it has no screen any more, or the path that it takes instead.
 REFUSED = {
     "an unknown version": "the ranks differ: SGLang is '.*' on rank 0 and '9.9.9' on rank 1",
@@ -172,30 +171,38 @@ def test_where_a_rank_cannot_draw_at_all_both_end_and_none_waits(fault):
 @pytest.fixture
 def shared(server_config) -> Runtime:
     """The runtime of a rank that shares its head."""
-    runtime, state = Runtime(None), make_state(torch.device("cpu"))
+    runtime, state = Runtime(None), make_state(CPU)
     state.exchange = types.SimpleNamespace(rank=0, num_ranks=2)
     serve(runtime, state)
     return runtime
 
 
-def test_a_trial_exchange_that_fails_on_one_rank_ends_it_before_the_others_wait(server_config, monkeypatch):
+class Peers:
+    """Ranks that answer with ``others``, one after the other, then as this rank does."""
+
+    rank, num_ranks = 0, 2
+
+    def __init__(self, *others) -> None:
+        self.others = list(others)
+
+    def of_all(self, value):
+        return [value, self.others.pop(0) if self.others else value]
+
+    first_reason = RankSync.first_reason
+
+
+def test_a_trial_exchange_that_fails_on_one_rank_ends_it_before_the_others_wait(server_config):
     """Nothing is served yet, and the other rank is in the exchange already."""
     runtime, state = Runtime(None), make_state(CPU)
-    model = Model(state.lm_head)
-    runtime._ranks = types.SimpleNamespace(
-        rank=1,
-        num_ranks=2,
-        of_all=lambda mine: [mine, mine],
-        first_reason=lambda reasons: next(filter(None, reasons), None),
-    )
+    serve(runtime, state)
+    runtime._ranks = Peers()
 
-    def no_memory(state: HeadState) -> str | None:
+    def no_memory() -> str | None:
         raise torch.OutOfMemoryError("a fault")
 
-    monkeypatch.setattr(HeadState, "check_exchange", no_memory)
-    monkeypatch.setattr(Runtime, "_prepare", lambda *head, starting: state)
-    runner = types.SimpleNamespace(is_generation=True, is_draft_worker=False, model=model)
-    with pytest.raises(RankError, match=r"sampling failed on rank 1 \(of 0 to 1\); .*: OutOfMemoryError: a fault"):
+    state.check_exchange = no_memory
+    runner = types.SimpleNamespace(is_generation=True, is_draft_worker=False, model=model_of(state))
+    with pytest.raises(RankError, match=r"sampling failed on rank 0 \(of 0 to 1\); .*: OutOfMemoryError: a fault"):
         StepHooks(runtime).load_model(None, runner)
 
 
@@ -251,20 +258,6 @@ def test_a_mask_of_another_form_is_an_error_of_its_grammars(mask, words):
         check_mask(mask, 2)
 
 
-class Peers:
-    """What other ranks say, instead of this one's own answer again."""
-
-    rank, num_ranks = 0, 2
-
-    def __init__(self, *others) -> None:
-        self.others = list(others)
-
-    def of_all(self, value):
-        return [value, self.others.pop(0)]
-
-    first_reason = RankSync.first_reason
-
-
 @pytest.mark.parametrize("reasons, active", [([None], True), (["a fault"], False), (["a fault", None], True)])
 def test_a_stage_without_the_head_says_what_the_last_stage_serves(server_config, reasons, active):
     vars(server_config.parallel).update(pp_size=2)
@@ -276,30 +269,34 @@ def test_a_stage_without_the_head_says_what_the_last_stage_serves(server_config,
     assert runtime.status["reason"] == (None if active else "rank 1: a fault")
 
 
+LATE = "the model shows its LM head only at its first batch, which is not supported with several ranks"
+
+
 @pytest.mark.parametrize(
-    "answer, reason",
+    "has_head, answer, reason",
     [
-        ([None, [None, None], []], "the ranks have different numbers of LM heads"),
-        (["a fault", [], []], "rank 1: a fault"),
+        (True, [None, [None, None], []], "the ranks have different numbers of LM heads"),
+        (True, ["a fault", [], []], "rank 1: a fault"),
+        (False, ["a fault", [], []], "rank 1: a fault"),  # the head may show itself at the first batch
+        (False, [None, [], []], LATE),
     ],
-    ids=["another model", "a fault"],
 )
-def test_ranks_that_do_not_find_the_same_heads_serve_none(server_config, monkeypatch, caplog, answer, reason):
-    runtime, state = Runtime(None), make_state(torch.device("cpu"))
+def test_ranks_that_do_not_find_the_same_heads_serve_none(server_config, caplog, has_head, answer, reason):
+    runtime, state = Runtime(None), make_state(CPU)
     runtime._ranks = Peers(answer)
-    monkeypatch.setattr(runtime, "_prepare", lambda processor, lm_head, starting: state)
-    runtime.prepare_model(Model(state.lm_head))
+    if has_head:
+        serve(runtime, state)
+    runtime.prepare_model(model_of(state) if has_head else model_of())
     assert runtime.heads == [] and runtime.status["reason"] == reason
     assert all(record.message.endswith(f"for everything: {reason}") for record in caplog.records) and caplog.records
 
 
-def test_a_head_that_one_rank_refuses_is_sglangs_and_the_other_one_is_served(server_config, monkeypatch, caplog):
+def test_a_head_that_one_rank_refuses_is_sglangs_and_the_other_one_is_served(server_config, caplog):
     """Ranks with the whole head each, as of DP attention: they exchange nothing."""
     runtime, states = Runtime(None), [make_state(CPU), make_state(CPU)]
     runtime._ranks = Peers(*[[None, ["a fault", None], []]] * 2)
-    monkeypatch.setattr(runtime_module, "_heads_of", lambda model: [(one.processor, one.lm_head) for one in states])
-    monkeypatch.setattr(runtime, "_prepare", lambda processor, *_, **__: states[processor is states[1].processor])
-    runtime.prepare_model(torch.nn.Module())
+    serve(runtime, *states)
+    runtime.prepare_model(model_of(*states))
     assert runtime.heads == [states[1]] and runtime.status["active"]
     (warning,) = [record.message for record in caplog.records if record.levelno == logging.WARNING]
     assert warning.endswith(
@@ -307,30 +304,10 @@ def test_a_head_that_one_rank_refuses_is_sglangs_and_the_other_one_is_served(ser
     )
 
 
-def test_ranks_whose_model_does_not_show_its_head_at_the_start_serve_nothing(server_config, caplog):
-    runtime = Runtime(None)
-    runtime._ranks = Peers([None, [], []])
-    runtime.prepare_model(torch.nn.Module())
-    reason = "the model shows its LM head only at its first batch, which is not supported with several ranks"
-    assert runtime.inactive_reason == reason and caplog.records[-1].message.endswith(reason)
-
-
-def test_a_fault_of_another_rank_where_this_one_finds_no_head_is_the_reason_of_both(server_config):
-    """The head may show itself at the first batch; then no rank has any."""
-    runtime = Runtime(None)
-    runtime._ranks = Peers(["a fault", [], []])
-    runtime.prepare_model(torch.nn.Module())
-    assert runtime.heads == [] and runtime.status["reason"] == "rank 1: a fault"
-
-
-@needs_sglang
 def test_a_rank_without_memory_in_a_step_ends_instead_of_leaving_the_others_alone(
-    runners, head, hidden, info_of, monkeypatch
+    runners, head, hidden, info_of, script
 ):
-    def no_memory(*arguments):
-        raise torch.OutOfMemoryError("a fault")
-
-    monkeypatch.setattr("sgl_flashsample.sglang.sampler.draw", no_memory)
+    script.error = torch.OutOfMemoryError("a fault")
     lazy = head.lazy(hidden(2))
     lazy.source.exchange = types.SimpleNamespace(rank=0, num_ranks=2)
     with pytest.raises(torch.OutOfMemoryError):
@@ -353,7 +330,7 @@ def lazy_of(state: HeadState) -> LazyLogits:
 
 
 def test_each_step_is_exchanged_whether_launched_or_replayed():
-    state, merged = make_state(CPU, capture=CountingCapture()), []
+    state, merged = make_state(CPU, capture=CountingCapture(), script=Script()), []
     exchange = types.SimpleNamespace(memory_for=lambda num_rows: "memory", num_ranks=1, rank=0)
     exchange.merge = lambda drawn: merged.append(drawn) or drawn
     state.exchange, steps = exchange, 12
@@ -367,7 +344,7 @@ def test_each_step_is_exchanged_whether_launched_or_replayed():
 @pytest.mark.parametrize("kind", ["plain", "truncated"])
 def test_what_a_rank_draws_before_the_exchange_lives_as_long_as_the_graph_that_writes_there(kind):
     """Else it would lie where the tokens of another graph are."""
-    state, drawn = make_state(CPU, capture=CountingCapture()), []
+    state, drawn = make_state(CPU, capture=CountingCapture(), script=Script()), []
 
     def merge(out: SampleOutput) -> SampleOutput:
         drawn.append(weakref.ref(out.token_ids))
@@ -391,14 +368,10 @@ def test_what_a_rank_draws_before_the_exchange_lives_as_long_as_the_graph_that_w
 
 def test_a_head_that_shows_itself_late_is_sglangs_on_several_ranks(shared, caplog):
     shared._ranks.num_ranks = 2
-    state = make_state(torch.device("cpu"))
-    assert shared.head_for(state.processor, state.lm_head) is None
-    assert (
-        "the model shows its LM head only at its first batch, which is not supported with several ranks" in caplog.text
-    )
+    state = make_state(CPU)
+    assert shared.head_for(state.processor, state.lm_head) is None and LATE in caplog.text
 
 
-@needs_sglang
 def test_a_rank_without_requests_draws_nothing(runners):
     """Of DP attention: SGLang asks its sampler all the same."""
     nothing = types.SimpleNamespace(next_token_logits=torch.empty(0, 600))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import logging
 import os
@@ -18,6 +19,7 @@ import pytest
 import torch
 from head_states import (
     CPU,
+    VOCAB,
     CountingCapture,
     Model,
     Processor,
@@ -25,6 +27,7 @@ from head_states import (
     make_batch,
     make_head,
     make_state,
+    metadata_of,
     serve,
     weights,
 )
@@ -32,17 +35,16 @@ from serving import needs_sglang
 from sglang_batches import ModelRunner, SteadyServer, request
 from tuned_tables import table_for_this_machine
 
-from sgl_flashsample import __version__, paths, selfcheck
+from sgl_flashsample import __version__, paths
 from sgl_flashsample.defaults import HeadTraits
 from sgl_flashsample.dispatch import DispatchTable, default_table
-from sgl_flashsample.head import Head
 from sgl_flashsample.kernels.params import LMHead
 from sgl_flashsample.kernels.rng import NOISE_ABI
 from sgl_flashsample.kinds import BATCH_KINDS, PLAIN, BatchKind
-from sgl_flashsample.sglang import hooks, metrics, plugin, support
+from sgl_flashsample.selfcheck import Checked
+from sgl_flashsample.sglang import hooks, metrics, plugin, support, versions
 from sgl_flashsample.sglang import runtime as runtime_module
-from sgl_flashsample.sglang.batch import BATCH_ATTRIBUTE, Reason, Routing
-from sgl_flashsample.sglang.drafts import DRAFTS_VARIABLE
+from sgl_flashsample.sglang.batch import BATCH_ATTRIBUTE, SLOTS_ATTRIBUTE, Reason, Routing
 from sgl_flashsample.sglang.draw import COMMON_KINDS
 from sgl_flashsample.sglang.exchange import Exchange
 from sgl_flashsample.sglang.head import STAGED_ROWS, HeadState
@@ -55,59 +57,70 @@ from sgl_flashsample.tables import lookup
 from sgl_flashsample.tables.schema import Entry
 
 
-def set_to(config: types.SimpleNamespace, path: str, value: object) -> None:
-    """Set ``config.a.b`` for the path "a.b"."""
-    *parts, name = path.split(".")
-    for part in parts:
-        config = getattr(config, part)
-    setattr(config, name, value)
+def change(config: types.SimpleNamespace, changes: dict[str, object]) -> None:
+    """Set ``config.a.b`` for the path "a.b"; a variable of SGLang's environment answers with its value."""
+    for path, value in changes.items():
+        *parts, name = path.split(".")
+        place = functools.reduce(getattr, parts, config)
+        setattr(place, name, types.SimpleNamespace(get=lambda value=value: value) if parts == ["environ"] else value)
 
 
-# What is not served.
+@pytest.fixture
+def several_gpus(monkeypatch) -> None:
+    """Servers of several GPUs are wanted."""
+    monkeypatch.setenv(support.RANKS_VARIABLE, "1")
+
+
+# Servers and heads that are not served.
+
+
+CHECKS = ("SGLANG_ENABLE_NAN_LOGITS_CHECK", "SGLANG_ENABLE_ASYNC_ASSERT", "SGLANG_SANITIZE_NAN_LOGITS")
+BACKEND, TWO_RANKS = "exec.graph.cuda_graph_config.decode.backend", {"parallel.tp_size": 2}
+LORA, MODULES = "lora.enable_lora", "lora.lora_target_modules"
 
 
 @pytest.mark.parametrize(
-    "path, value, words",
+    "changes, words",
     [
-        ("exec.kernel.grammar_backend", "outlines", None),
-        ("exec.graph.cuda_graph_config", None, None),
-        ("exec.graph.cuda_graph_config.decode.backend", "disabled", None),
-        ("spec.speculative_algorithm", "DFLASH", "speculative decoding with DFLASH"),
-        ("parallel.tp_size", 2, None),
-        ("parallel.pp_size", 2, None),
-        ("exec.moe.elastic_ep_backend", "mooncake", "elastic expert parallelism"),
-        ("exec.deterministic.enable_deterministic_inference", True, "deterministic inference"),
-        ("exec.deterministic.rl_on_policy_target", "fsdp", "on-policy RL logprobs"),
-        ("exec.dllm.dllm_algorithm", "LowConfidence", "diffusion LLM"),
-        ("disagg.enable_pdmux", True, "PD multiplexing"),
-        ("exec.overlap.enable_two_batch_overlap", True, "two-batch overlap"),
-        ("exec.graph.enable_torch_compile", True, "torch.compile"),
-        ("flags.capture.enable_torch_compile", True, "torch.compile"),
-        ("exec.graph.cuda_graph_config.decode.backend", "breakable", "a decode graph that is not a full one"),
+        ({"exec.kernel.grammar_backend": "outlines"}, None),
+        ({"exec.graph.cuda_graph_config": None}, None),
+        ({BACKEND: "disabled"}, None),
+        ({BACKEND: "breakable"}, "a decode graph that is not a full one"),
+        ({"spec.speculative_algorithm": "DFLASH"}, "speculative decoding with DFLASH"),
+        (TWO_RANKS, None),
+        ({"parallel.pp_size": 2}, None),
+        ({"exec.moe.elastic_ep_backend": "mooncake"}, "elastic expert parallelism"),
+        ({"exec.deterministic.enable_deterministic_inference": True}, "deterministic inference"),
+        ({"exec.deterministic.rl_on_policy_target": "fsdp"}, "on-policy RL logprobs"),
+        ({"exec.dllm.dllm_algorithm": "LowConfidence"}, "diffusion LLM"),
+        ({"disagg.enable_pdmux": True}, "PD multiplexing"),
+        ({"exec.overlap.enable_two_batch_overlap": True}, "two-batch overlap"),
+        ({"exec.graph.enable_torch_compile": True}, "torch.compile"),
+        ({"flags.capture.enable_torch_compile": True}, "torch.compile"),
+        # Not every release has all of these settings: here only the tested one exists.
+        *(({f"environ.{name}": on}, name if on else None) for name in CHECKS for on in (False, True)),
+        ({LORA: True, MODULES: ["all"]}, "LoRA of the LM head"),
+        ({LORA: True, MODULES: {"lm_head"}}, "LoRA of the LM head"),
+        ({LORA: True, MODULES: {"output"}}, "LoRA of the LM head"),
+        ({LORA: True, MODULES: ["q_proj"]}, None),
+        ({LORA: None, MODULES: ["all"]}, None),
+        ({"parallel.attn_dp_size": 2}, None),
+        (TWO_RANKS | {"parallel.attn_dp_size": 2}, "DP attention without --enable-dp-lm-head"),
+        (TWO_RANKS | {"parallel.attn_dp_size": 2, "parallel.enable_dp_lm_head": True}, None),
+        ({"parallel.attn_cp_size": 2}, None),
+        (TWO_RANKS | {"parallel.attn_cp_size": 2}, "context parallelism"),
+        ({"observability.debug_tensor_dump_output_folder": "dump"}, None),
+        (
+            TWO_RANKS | {"observability.debug_tensor_dump_output_folder": "dump"},
+            "a dump of tensors, which reads logits, with several ranks",
+        ),
     ],
+    ids=str,
 )
-def test_a_server_in_an_unserved_mode_is_inactive_with_the_mode_in_words(
-    server_config, monkeypatch, path, value, words
-):
-    monkeypatch.setenv(support.RANKS_VARIABLE, "1")
-    set_to(server_config, path, value)
+def test_a_server_in_an_unserved_mode_is_inactive_with_the_mode_in_words(server_config, several_gpus, changes, words):
+    change(server_config, changes)
     reason = None if words is None else f"{words} is not supported yet"
     assert support.unsupported_server() == Runtime(None).inactive_reason == reason
-
-
-@pytest.mark.parametrize(
-    "enabled, modules, served",
-    [
-        (True, ["all"], False),
-        (True, {"q_proj", "lm_head"}, False),
-        (True, {"output"}, False),
-        (True, ["q_proj"], True),
-        (None, ["all"], True),
-    ],
-)
-def test_lora_of_the_lm_head_leaves_the_server_to_sglang(server_config, enabled, modules, served):
-    vars(server_config.lora).update(enable_lora=enabled, lora_target_modules=modules)
-    assert Runtime(None).inactive_reason == (None if served else "LoRA of the LM head is not supported yet")
 
 
 LORA_PLACES = pytest.mark.parametrize(
@@ -168,7 +181,7 @@ def test_adapters_that_cannot_be_read_leave_the_server_to_sglang(server_config, 
         ({"spec.speculative_accept_threshold_single": 0.9}, "with acceptance thresholds below 1"),
         ({"spec.speculative_accept_threshold_acc": 0.9}, "with acceptance thresholds below 1"),
         ({"spec.speculative_use_rejection_sampling": True}, "by rejection sampling"),
-        ({"environ.SGLANG_SIMULATE_ACC_LEN.get": 2}, "with a simulated acceptance"),
+        ({"environ.SGLANG_SIMULATE_ACC_LEN": 2}, "with a simulated acceptance"),
         ({"parallel.pp_size": 2}, "with pipeline parallelism"),
         ({"parallel.tp_size": 2, "parallel.attn_dp_size": 2}, "with DP attention"),
         ({"parallel.tp_size": 2, "spec.speculative_algorithm": "NGRAM"}, None),
@@ -176,10 +189,10 @@ def test_adapters_that_cannot_be_read_leave_the_server_to_sglang(server_config, 
     ],
     ids=str,
 )
-def test_of_speculative_decoding_it_is_said_what_is_not_served(server_config, monkeypatch, changes, words):
-    monkeypatch.setenv(support.RANKS_VARIABLE, "1")
-    for path, value in changes.items():
-        set_to(server_config, path, value if not path.endswith(".get") else lambda value=value: value)
+def test_of_speculative_decoding_it_is_said_what_is_not_served(
+    server_config, several_gpus, monkeypatch, changes, words
+):
+    change(server_config, changes)
     name = changes.get("spec.speculative_algorithm")
     assert support.unsupported_speculation() is None or name is not None, (
         "without speculation nothing stands against it"
@@ -202,26 +215,6 @@ def test_of_speculative_decoding_it_is_said_what_is_not_served(server_config, mo
 
 
 @pytest.mark.parametrize(
-    "changes, words",
-    [
-        ({"parallel.attn_dp_size": 2}, "DP attention without --enable-dp-lm-head"),
-        ({"parallel.attn_dp_size": 2, "parallel.enable_dp_lm_head": True}, None),
-        ({"parallel.attn_cp_size": 2}, "context parallelism"),
-        ({"observability.debug_tensor_dump_output_folder": "dump"}, "a dump of tensors, which reads logits, with sev"),
-    ],
-    ids=str,
-)
-def test_of_several_ranks_it_is_said_which_are_not_served(server_config, monkeypatch, changes, words):
-    monkeypatch.setenv(support.RANKS_VARIABLE, "1")
-    for path, value in changes.items():
-        set_to(server_config, path, value)
-    assert support.unsupported_server() is None, "one rank"
-    server_config.parallel.tp_size = 2
-    reason = support.unsupported_server()
-    assert reason is None if words is None else reason.startswith(words)
-
-
-@pytest.mark.parametrize(
     "changes, measured",
     [
         ({"tp_size": 2}, True),
@@ -235,49 +228,29 @@ def test_of_several_ranks_it_is_said_which_are_not_served(server_config, monkeyp
     ids=str,
 )
 def test_several_gpus_are_served_where_they_have_been_measured_and_elsewhere_on_request(
-    server_config, monkeypatch, changes, measured
+    server_config, pretend_gpu, monkeypatch, changes, measured
 ):
     vars(server_config.parallel).update(changes)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert support.unsupported_server() is None, "on a CPU"
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    gpu = torch.device("cuda")
+    pretend_gpu(False)
+    assert support.unsupported_server() is support.unmeasured_exchange(CPU) is None
+    pretend_gpu(True)
+    collectives = support.unmeasured_exchange(gpu)
+    assert collectives.endswith("; FLASHSAMPLE_SEVERAL_GPUS=1 turns them on"), "whatever the configuration"
     reason = support.unsupported_server()
     assert reason is None if measured else reason.startswith("this parallel configuration is off by default; ")
     monkeypatch.setenv(support.RANKS_VARIABLE, "1")
-    assert support.unsupported_server() is None
+    assert support.unsupported_server() is None and support.unmeasured_exchange(gpu) is None
     monkeypatch.setenv(support.RANKS_VARIABLE, "0")
     assert support.unsupported_server() == "several GPUs are left to SGLang, as FLASHSAMPLE_SEVERAL_GPUS is off"
 
 
-def test_ranks_of_gpus_exchange_by_collectives_on_request_alone(monkeypatch):
-    assert support.unmeasured_exchange(torch.device("cpu")) is None
-    assert support.unmeasured_exchange(torch.device("cuda")).endswith("; FLASHSAMPLE_SEVERAL_GPUS=1 turns them on")
-    monkeypatch.setenv(support.RANKS_VARIABLE, "1")
-    assert support.unmeasured_exchange(torch.device("cuda")) is None
-
-
 @pytest.mark.parametrize("pp_size", [1, 2])
-def test_a_pipeline_which_reads_tokens_late_gets_copies_of_those_of_a_graph(server_config, monkeypatch, pp_size):
-    server_config.parallel.pp_size = pp_size
+def test_a_pipeline_which_reads_tokens_late_gets_copies_of_those_of_a_graph(server_config, fake_heads, pp_size):
+    vars(server_config.parallel).update(pp_size=pp_size, pp_rank=pp_size - 1)
     runtime = Runtime(None)
     assert runtime.use_step_graphs
-    monkeypatch.setattr(runtime, "_check", lambda state, starting: None)
-    state = runtime._prepare(Processor(), make_head(weights(torch.device("cpu"))), starting=True)
-    assert state.copies_tokens is (pp_size > 1)
-
-
-CHECKS = ("SGLANG_ENABLE_NAN_LOGITS_CHECK", "SGLANG_ENABLE_ASYNC_ASSERT", "SGLANG_SANITIZE_NAN_LOGITS")
-
-
-@pytest.mark.parametrize("name", CHECKS)
-def test_a_server_that_looks_for_nan_in_its_logits_keeps_its_sampler(server_config, name):
-    """Not every release has all of these settings. Here only the tested one exists."""
-    assert support.unsupported_server() is None
-    setting = types.SimpleNamespace(get=lambda: False)
-    setattr(server_config.environ, name, setting)
-    assert support.unsupported_server() is None
-    setting.get = lambda: True
-    assert Runtime(None).inactive_reason == f"{name} is not supported yet"
+    assert prepared(runtime, make_head(weights(CPU)), VOCAB).copies_tokens is (pp_size > 1)
 
 
 @pytest.mark.slow
@@ -299,8 +272,7 @@ def test_sglang_has_settings_that_look_for_nan():
     ids=str,
 )
 def test_a_server_in_which_others_change_the_head_has_no_screen(server_config, monkeypatch, changes, words):
-    for path, value in changes.items():
-        set_to(server_config, path, value)
+    change(server_config, changes)
     reason = Runtime(None).no_screen_reason
     assert (words is None and reason is None) or words in reason
     monkeypatch.setenv(SCREEN_VARIABLE, "off")
@@ -354,37 +326,39 @@ def test_a_head_that_cannot_be_fused_has_its_reason_in_words(server_config, proc
     assert words in support.unsupported_head(processor, lm_head)
 
 
-def test_an_ordinary_head_is_served(server_config, device):
-    assert support.unsupported_head(Processor(vocab_size=100), make_head(WEIGHT.to(device))) is None
+REPLICATED = "each rank has the whole LM head, which is not supported with several ranks"
 
 
 @pytest.mark.parametrize(
-    "processor, divided, words",
+    "ranks, processor, divided, words",
     [
-        (GATHERED, 6, None),
-        (GATHERED, 1, "gathered over 6 ranks, but the LM head is divided over 1"),
-        (Processor(vocab_size=100), 1, "each rank has the whole LM head, which is not supported with several ranks"),
-        (Processor(do_tensor_parallel_all_gather=True, use_attn_tp_group=True, vocab_size=300), 3, None),
-        (Processor(do_tensor_parallel_all_gather=True, use_attn_tp_group=True), 6, "gathered over 3 ranks, but the LM"),
+        ((1, 1, 1), Processor(vocab_size=100), 1, None),
+        ((2, 1, 2), Processor(vocab_size=100), 1, None),
+        ((6, 3, 1), GATHERED, 6, None),
+        ((6, 3, 1), GATHERED, 1, "gathered over 6 ranks, but the LM head is divided over 1"),
+        ((6, 3, 1), Processor(vocab_size=100), 1, REPLICATED),
+        ((6, 3, 1), Processor(do_tensor_parallel_all_gather=True, use_attn_tp_group=True, vocab_size=300), 3, None),
+        (
+            (6, 3, 1),
+            Processor(do_tensor_parallel_all_gather=True, use_attn_tp_group=True),
+            6,
+            "gathered over 3 ranks",
+        ),
     ],
-    ids=["a part", "replicated, gathered", "replicated", "a part over the ranks of attention", "over all ranks"],
+    ids=["one rank", "DP", "a part", "replicated, gathered", "replicated", "a part of attention's ranks", "over all"],
 )
-def test_a_part_of_a_head_is_served_where_sglang_gathers_the_others(server_config, device, processor, divided, words):
-    vars(server_config.parallel).update(tp_size=6, attn_tp_size=3)
+def test_a_part_of_a_head_is_served_where_sglang_gathers_the_others(
+    server_config, device, ranks, processor, divided, words
+):
+    """ranks: of tensor parallelism, of attention, of DP attention."""
+    vars(server_config.parallel).update(zip(("tp_size", "attn_tp_size", "attn_dp_size"), ranks, strict=True))
     reason = support.unsupported_head(processor, make_head(WEIGHT.to(device), tp_size=divided))
     assert reason is None if words is None else words in reason
 
 
-def test_a_rank_of_dp_attention_has_the_whole_head_for_itself(server_config, device):
-    vars(server_config.parallel).update(tp_size=2, attn_dp_size=2)
-    assert support.unsupported_head(Processor(vocab_size=100), make_head(WEIGHT.to(device))) is None
-
-
-def test_a_device_without_kernels_has_its_reason_in_words(monkeypatch):
-    assert support.unsupported_device(torch.device("cpu")) is None
-    monkeypatch.setattr(support, "draws_in_host_memory", lambda device: True)
+def test_a_device_without_kernels_has_its_reason_in_words(in_host_memory, monkeypatch):
     monkeypatch.setattr(support, "unsupported_by_machine", lambda: "no Numba")
-    assert support.unsupported_device(torch.device("cpu")) == "no Numba"
+    assert support.unsupported_device(CPU) == "no Numba"
     assert "the device is meta; CUDA is needed" in support.unsupported_device(torch.device("meta"))
 
 
@@ -402,26 +376,22 @@ def test_gpus_of_known_compute_capabilities_are_served_and_no_older_or_newer_one
     assert support.unsupported_device(torch.device("cuda", 0)) == reason
 
 
-def test_a_dumper_of_tensors_that_this_sglang_lacks_dumps_nothing(server_config, monkeypatch):
-    monkeypatch.setenv(support.RANKS_VARIABLE, "1")
+def test_a_dumper_of_tensors_that_this_sglang_lacks_dumps_nothing(server_config, several_gpus, pretend):
     server_config.parallel.tp_size = 2
     assert support.unsupported_server() is None
-    module = types.ModuleType("sglang.srt.debug_utils.dumper")
-    module.dumper = types.SimpleNamespace(may_enable=True)
-    monkeypatch.setitem(sys.modules, "sglang.srt.debug_utils", types.ModuleType("debug_utils"))
-    monkeypatch.setitem(sys.modules, module.__name__, module)
+    pretend("sglang.srt.debug_utils.dumper", dumper=types.SimpleNamespace(may_enable=True))
     assert support.unsupported_server().startswith("a dump of tensors, which reads logits, with several ranks")
 
 
-def test_in_host_memory_ranks_and_drafts_are_left_to_sglang_and_half_precision_is_served(server_config, monkeypatch):
+def test_in_host_memory_ranks_and_drafts_are_left_to_sglang_and_half_precision_is_served(
+    server_config, in_host_memory, pretend_gpu
+):
     weight = WEIGHT.to(torch.bfloat16)
-    assert "wrong in Triton's interpreter" in support.unsupported_head(Processor(vocab_size=100), make_head(weight))
-    monkeypatch.setattr(support, "draws_in_host_memory", lambda device: True)
     assert support.unsupported_head(Processor(vocab_size=100), make_head(weight)) is None
     processor = Processor(vocab_size=100, do_tensor_parallel_all_gather=True)
     assert "several ranks on CPUs" in support.unsupported_head(processor, make_head(weight))
     server_config.spec.speculative_algorithm = "NGRAM"
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    pretend_gpu(False)
     assert "on a CPU without Triton's interpreter" in support.unsupported_speculation()
 
 
@@ -433,43 +403,29 @@ def test_a_server_whose_configuration_cannot_be_read_is_left_to_sglang(server_co
 # A head follows its model.
 
 
-def test_a_head_follows_its_model(device):
+@pytest.mark.parametrize(
+    "attributes, facts",
+    [
+        ({}, (VOCAB, None, None)),
+        ({"vocab_size": 599}, (599, None, None)),
+        ({"logit_scale": 0.5}, (VOCAB, 0.5, None)),
+        ({"final_logit_softcapping": 30.0}, (VOCAB, None, 30.0)),
+        ({"final_logit_softcapping": 0}, (VOCAB, None, None)),  # SGLang: no softcap
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_head_follows_its_model(device, attributes, facts, replaced):
     state = make_state(device)
     first = state.head.lm_head
+    vars(state.processor).update(attributes)
+    if replaced:
+        state.lm_head.weight = weights(device, 1)
     state.update(1)
-    assert state.head.lm_head is first
-    assert (first.vocab_size, first.softcap, first.logit_scale) == (600, None, None)
-    state.processor.logit_scale, state.processor.final_logit_softcapping = 0.5, 30.0
-    state.update(1)
-    assert (state.head.lm_head.logit_scale, state.head.lm_head.softcap) == (0.5, 30.0)
-    state.lm_head.weight = weights(device, 1)
-    state.processor.final_logit_softcapping, state.processor.vocab_size = 0, 599  # SGLang: no softcap
-    state.update(1)
-    assert state.head.lm_head.weight.data_ptr() == state.lm_head.weight.data_ptr()
-    assert (state.head.lm_head.softcap, state.head.lm_head.vocab_size) == (None, 599)
-
-
-CHANGES = {
-    "weight": lambda state: vars(state.lm_head).update(weight=state.lm_head.weight.clone()),
-    "logit scale": lambda state: vars(state.processor).update(logit_scale=0.5),
-    "softcap": lambda state: vars(state.processor).update(final_logit_softcapping=30.0),
-    "vocabulary": lambda state: vars(state.processor).update(vocab_size=599),
-}
-
-
-@pytest.mark.parametrize("name", CHANGES)
-def test_each_change_of_a_model_is_noticed_by_itself(device, name):
-    state = make_state(device)
-
-    def fingerprint(head: LMHead) -> tuple:
-        return head.weight.data_ptr(), head.logit_scale, head.softcap, head.vocab_size
-
-    before = fingerprint(state.head.lm_head)
-    CHANGES[name](state)
-    state.update(1)
-    assert (
-        fingerprint(state.head.lm_head) == fingerprint(HeadState(state.processor, state.lm_head).head.lm_head) != before
-    )
+    head = state.head.lm_head
+    assert (head.vocab_size, head.logit_scale, head.softcap) == facts
+    assert head.weight.data_ptr() == state.lm_head.weight.data_ptr()
+    assert (head is first) is (not attributes and not replaced), "what has not changed stays"
 
 
 def test_a_head_that_changes_its_shape_gives_up_its_tuned_table(device):
@@ -545,25 +501,23 @@ STEPS = {
     "split prefill": (["extend", "split_prefill"], {}, False),
     "prefill only": (["extend"], {"is_prefill_only": True}, False),
     "neither": ([], {}, False),
-    "no rows": (["decode"], {"hidden": lambda hidden: hidden[:0]}, False),
-    "another dtype": (["decode"], {"hidden": torch.Tensor.double}, False),
-    "columns apart": (["decode"], {"hidden": lambda hidden: hidden.T.contiguous().T}, False),
+}
+HIDDEN = {
+    "no rows": lambda hidden: hidden[:0],
+    "another dtype": torch.Tensor.double,
+    "columns apart": lambda hidden: hidden.T.contiguous().T,
 }
 
 
 @pytest.mark.parametrize("verifies", [False, True])
-@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize("name", [*STEPS, *HIDDEN])
 def test_logits_are_left_for_later_only_in_steps_that_draw_one_token_per_row(runtime, device, name, verifies):
-    """In SGLang's forward modes, a verification and a split prefill are prefills, too."""
-    modes, given, wanted = STEPS[name]
+    modes, fields, wanted = STEPS.get(name, (["decode"], {}, False))
     runtime.settings.verifies = verifies
     wanted = verifies if name == "target verify" else wanted
-    fields = {"extend_return_logprob": False, "is_prefill_only": False, "hidden": lambda hidden: hidden} | given
-    is_mode = {name: lambda name=name: name in modes for name in ("decode", "extend", "target_verify", "split_prefill")}
-    mode = types.SimpleNamespace(**{f"is_{name}": answer for name, answer in is_mode.items()})
-    state, hidden = make_state(device), fields.pop("hidden")(hidden_states(device))
+    state, hidden = make_state(device), HIDDEN.get(name, torch.Tensor.clone)(hidden_states(device))
     serve(runtime, state)
-    metadata = types.SimpleNamespace(forward_mode=mode, **fields)
+    metadata = metadata_of(*modes, **fields)
     assert runtime.can_defer(state.processor, hidden, state.lm_head, metadata) is (state if wanted else None)
 
 
@@ -577,10 +531,8 @@ def make_model(device) -> Model:
 
 
 @pytest.fixture
-def starting(server_config, runtime, monkeypatch, tmp_path) -> Runtime:
-    """A runtime whose heads are checked with small batches alone, and that finds no table of this machine's user."""
-    monkeypatch.setattr(runtime_module, "MAX_INTERPRETED_ROWS", 4)
-    monkeypatch.setattr(runtime_module, "MAX_COMPILED_ROWS", 4)
+def starting(server_config, fake_heads, runtime, monkeypatch, tmp_path) -> Runtime:
+    """A runtime that finds no table of this machine's user."""
     monkeypatch.setenv("SGLANG_CACHE_DIR", str(tmp_path))
     return runtime
 
@@ -598,22 +550,30 @@ def load(runtime: Runtime, device, **attributes) -> None:
     StepHooks(runtime).load_model(None, runner)
 
 
-def test_a_generating_model_is_prepared_and_a_line_says_so(starting, device, caplog):
+@pytest.mark.slow
+def test_a_generating_model_is_prepared_and_a_line_says_so(runtime, device, monkeypatch, tmp_path, caplog):
+    """With kernels that are compared with the reference, for small batches alone."""
+    monkeypatch.setattr(runtime_module, "MAX_INTERPRETED_ROWS", 4)
+    monkeypatch.setattr(runtime_module, "MAX_COMPILED_ROWS", 4)
+    monkeypatch.setenv("SGLANG_CACHE_DIR", str(tmp_path))
     with caplog.at_level(logging.INFO, "sgl_flashsample"):
-        load(starting, device)
-    assert len(starting.heads) == 1
+        load(runtime, device)
+    assert len(runtime.heads) == 1
     line = caplog.records[-1].message
     assert re.match(r"flashsample 0\.\S+ with SGLang \S+: fused sampling active, LM head 104 x 16 float32, ", line)
     assert f", random numbers of NOISE_ABI {NOISE_ABI}, kernels compiled and checked against a reference in " in line
 
 
 @pytest.mark.parametrize(
-    "attributes", [{"is_generation": False}, {"is_draft_worker": True}], ids=["embedding", "draft"]
+    "attributes, reason",
+    [({"is_generation": False}, None), ({"is_draft_worker": True}, None), ({}, "a mode that is not served")],
+    ids=["embedding", "draft", "inactive"],
 )
-def test_a_model_that_samples_nothing_here_compiles_nothing_and_has_no_screen(starting, device, caplog, attributes):
+def test_a_model_that_is_not_fused_here_is_not_prepared(starting, device, caplog, attributes, reason):
+    starting.inactive_reason = reason
     with caplog.at_level(logging.INFO, "sgl_flashsample"):
         load(starting, device, **attributes)
-    assert starting.heads == [] and not caplog.records and starting.inactive_reason is None
+    assert starting.heads == [] and not caplog.records and starting.inactive_reason is reason
 
 
 @pytest.mark.parametrize("place", ["no LogitsProcessor", "no head beside it"])
@@ -626,13 +586,7 @@ def test_a_model_that_does_not_show_its_head_is_waited_for_and_a_line_says_so(st
     assert ": waiting for the first batch, which shows where the model's LM head is; " in caplog.records[0].message
 
 
-def test_a_server_that_is_inactive_prepares_no_model(starting, device, caplog):
-    starting.inactive_reason = "a mode that is not served"
-    load(starting, device)
-    assert starting.heads == [] and not caplog.records
-
-
-# What a server says of itself, and refuses to start without.
+# The status of a server, and its refusal to start.
 
 
 def test_the_status_of_a_server_names_its_table_and_its_memory(starting, tuned_file):
@@ -646,32 +600,16 @@ def test_the_status_of_a_server_names_its_table_and_its_memory(starting, tuned_f
     shape = {"vocab_size": 100, "ranks": 1, "hidden_size": 16, "dtype": "float32"}
     shape |= {"table": str(file), "screen": None, "graphs": 0, "graph_bytes": 0}
     assert head == shape | {"bytes": state.head.workspaces[0].num_bytes}
-    starting.disable("a kernel failed")
-    assert (starting.status["active"], starting.status["reason"]) == (False, "a kernel failed")
 
 
-def test_the_status_counts_the_memory_of_a_screen(starting, device):
-    starting.screen_mode = ScreenMode.ON
-    state = prepared(starting, make_head(weights(device)), 600)
-    state.update(4)
-    (head,) = starting.status["heads"]
-    assert head["screen"] == {"rows": state.screen.rows, "bytes": state.screen.num_bytes, "paused": False}
-    assert head["bytes"] == state.screen.num_bytes + state.head.workspaces[0].num_bytes
-    assert head["table"] is None
-
-
-def test_the_status_of_a_server_whose_head_is_sglangs_says_why(starting, device):
-    prepared(starting, make_head(weights(device), set_lora=1, apply_lora=1), 600)
-    status = starting.status
-    assert (status["active"], status["reason"], status["heads"]) == (False, "the LM head has LoRA adapters", [])
-
-
-def test_a_gauge_says_whether_the_fused_pass_serves(server_config, prometheus):
+def test_a_gauge_and_the_status_say_why_the_fused_pass_serves_no_more_once(server_config, prometheus, caplog):
     server_config.observability.enable_metrics = True
     failing = Runtime(None)
     assert prometheus("active") == 1
     failing.disable("a kernel failed")
-    assert prometheus("active") == 0
+    failing.disable("another one")
+    assert prometheus("active") == 0 and len(caplog.records) == 1
+    assert (failing.status["active"], failing.status["reason"]) == (False, "a kernel failed")
 
 
 @pytest.mark.parametrize(
@@ -747,9 +685,9 @@ def test_a_failure_while_idle_costs_the_counters_and_not_the_server(server_confi
 
 
 @pytest.fixture
-def preparing(server_config) -> tuple[Runtime, HeadState]:
+def preparing(server_config, script) -> tuple[Runtime, HeadState]:
     """A server that captures graphs of steps ahead, and its head, whose model SGLang has captured for 2 rows."""
-    runtime, state = Runtime(None), make_state(CPU, capture=CountingCapture())
+    runtime, state = Runtime(None), make_state(CPU, capture=CountingCapture(), script=script)
     serve(runtime, state)
     state.captured[2] = hidden_states(CPU, 2)
     runtime.prepares_steps = True
@@ -785,25 +723,23 @@ def test_an_idle_server_draws_nothing_where_weights_may_be_gone_or_the_fused_pas
         assert state.graphs.count == SLOTS
 
 
-def test_a_failure_while_graphs_are_captured_ahead_costs_these_and_not_the_server(preparing, monkeypatch, caplog):
+def test_a_failure_while_graphs_are_captured_ahead_costs_these_and_not_the_server(preparing, caplog):
     runtime, state = preparing
-
-    def no_memory(num_rows: int) -> None:
-        raise torch.OutOfMemoryError("no memory")
-
-    monkeypatch.setattr(state, "update", no_memory)
+    state.captured[2] = None  # of an SGLang that we do not know
     for _ in range(3):
         runtime.idle()
     (line,) = [record.message for record in caplog.records]
-    assert line == (
-        "flashsample: CUDA graphs of the sampling step are captured in steps, not ahead: OutOfMemoryError: no memory"
-    )
+    words = "flashsample: CUDA graphs of the sampling step are captured in steps, not ahead: TypeError: "
+    assert line.startswith(words) and not runtime.prepares_steps
 
 
-def test_a_gauge_says_that_the_only_head_is_sglangs_whenever_it_shows_itself(server_config, prometheus):
+@pytest.mark.parametrize("late", [False, True])
+def test_a_gauge_says_that_the_only_head_is_sglangs_whenever_it_shows_itself(server_config, prometheus, late):
     server_config.observability.enable_metrics = True
-    late = Runtime(None)
-    assert late.head_for(Processor(), make_head(WEIGHT, set_lora=1, apply_lora=1)) is None
+    runtime, lm_head = Runtime(None), make_head(WEIGHT, set_lora=1, apply_lora=1)
+    assert (runtime.head_for(Processor(), lm_head) if late else prepared(runtime, lm_head)) is None
+    status = runtime.status
+    assert (status["active"], status["reason"], status["heads"]) == (False, "the LM head has LoRA adapters", [])
     assert prometheus("active") == 0
 
 
@@ -818,63 +754,54 @@ def test_a_head_that_sglang_has_wrapped_since_its_check_is_sglangs_and_so_it_is_
     assert runtime.status["reason"] == "the LM head has LoRA adapters" and prometheus("active") == 0
 
 
-@pytest.fixture
-def required(monkeypatch):
-    monkeypatch.setenv(REQUIRE_VARIABLE, "1")
-
-
-def refused_model(device) -> Model:
-    model = make_model(device)
-    model.lm_head.set_lora = model.lm_head.apply_lora = 1
-    return model
-
-
 class Headless(torch.nn.Module): ...
 
 
+def load_refused(runtime: Runtime, device) -> None:
+    model = make_model(device)
+    model.lm_head.set_lora = model.lm_head.apply_lora = 1
+    load(runtime, device, model=model)
+
+
+def announce(runtime: Runtime, device) -> None:
+    runtime.inactive_reason = "a mode is not served"
+    runtime.announce_inactive()
+
+
 @pytest.mark.parametrize(
-    "attributes, reason",
+    "start, reason",
     [
-        ({"is_generation": False}, "this model generates no tokens"),
-        ({"model": Headless()}, "the model shows its LM head only at its first batch"),
-        ({"model": refused_model}, "the LM head has LoRA adapters"),
+        (load, None),
+        (lambda runtime, device: load(runtime, device, is_draft_worker=True), None),
+        (lambda runtime, device: load(runtime, device, is_generation=False), "this model generates no tokens"),
+        (
+            lambda runtime, device: load(runtime, device, model=Headless()),
+            "the model shows its LM head only at its first",
+        ),
+        (lambda runtime, device: StepHooks(runtime).load_model(None, object()), "load_model: AttributeError"),
+        (load_refused, "the LM head has LoRA adapters"),
+        (announce, "a mode is not served"),
     ],
-    ids=["embedding", "no head", "refused head"],
+    ids=["a model", "a draft model", "embedding", "no head", "an unknown runner", "refused head", "mode"],
 )
-def test_a_server_that_must_fuse_does_not_start_with_a_model_that_it_cannot_fuse(
-    starting, device, caplog, required, attributes, reason
-):
-    if attributes.get("model") is refused_model:
-        attributes = {"model": refused_model(device)}
-    with pytest.raises(NotActiveError, match=f"because FLASHSAMPLE_REQUIRE is on and {reason}$"):
-        load(starting, device, **attributes)
-    assert [record.levelno for record in caplog.records][-1] == logging.ERROR
-
-
-def test_a_server_that_must_fuse_starts_with_a_model_that_it_fuses_and_with_a_draft(starting, device, required):
-    load(starting, device)
-    load(starting, device, is_draft_worker=True)
-    assert len(starting.heads) == 1
+def test_a_server_that_must_fuse_does_not_start_where_it_cannot(starting, device, monkeypatch, caplog, start, reason):
+    monkeypatch.setenv(REQUIRE_VARIABLE, "1")
+    words = f"because FLASHSAMPLE_REQUIRE is on and {reason}"
+    with contextlib.nullcontext() if reason is None else pytest.raises(NotActiveError, match=words):
+        start(starting, device)
+    errors = [record.levelno == logging.ERROR for record in caplog.records]
+    assert errors == [] if reason is None else errors[-1]
+    assert len(starting.heads) == (start is load)
 
 
 def test_the_logits_of_a_draft_model_are_sglangs(runtime, device):
-    state, hidden = make_state(device), hidden_states(device)
+    state, hidden, metadata = make_state(device), hidden_states(device), metadata_of("decode")
     serve(runtime, state)
-    decode = types.SimpleNamespace(
-        is_decode=lambda: True, **{f"is_{name}": lambda: False for name in ("extend", "target_verify", "split_prefill")}
-    )
-    metadata = types.SimpleNamespace(forward_mode=decode, extend_return_logprob=False, is_prefill_only=False)
     assert runtime.can_defer(state.processor, hidden, state.lm_head, metadata) is state
     draft = types.SimpleNamespace(named_modules=lambda: [("logits_processor", state.processor)])
     runner = types.SimpleNamespace(model=draft, is_generation=True, is_draft_worker=True)
     StepHooks(runtime).load_model(None, runner)
     assert runtime.can_defer(state.processor, hidden, state.lm_head, metadata) is None
-
-
-def test_a_server_that_must_fuse_does_not_start_in_a_mode_that_is_not_served(server_config, required):
-    server_config.spec.speculative_algorithm = "FROZEN_KV_MTP"
-    with pytest.raises(NotActiveError, match="speculative decoding is off by default"):
-        Runtime(None).announce_inactive()
 
 
 @pytest.fixture
@@ -903,26 +830,20 @@ def test_a_starting_server_serves_with_its_table_and_says_so_in_one_line(startin
 
 
 def test_a_config_that_fails_the_self_check_leaves_the_fused_pass_on_with_one_warning(
-    starting, tuned_file, caplog, monkeypatch
+    starting, tuned_file, script, caplog
 ):
     _, table, lm_head = tuned_file
     entry: Entry = next(entry for entry in table.entries if entry.rows == 4)
-    differ = selfcheck.difference
-    monkeypatch.setattr(
-        selfcheck,
-        "difference",
-        lambda expected, config, *parts, **options: (
-            "off" if config == entry.configuration else differ(expected, config, *parts, **options)
-        ),
+    script.check = lambda table: Checked(
+        table.without(entry.configuration, PLAIN), None, (f"off with {entry.configuration}", "off")
     )
     with caplog.at_level(logging.INFO, "sgl_flashsample"):
         state = prepared(starting, lm_head)
     (warning,) = [record.message for record in caplog.records if record.levelno == logging.WARNING]
     assert warning.startswith(
-        "flashsample: 1 tuned configurations failed the self-check at start and are not used; their batch sizes use "
-        "built-in ones, which passed it: off with "
+        "flashsample: 2 tuned configurations failed the self-check at start and are not used; their batch sizes use "
+        f"built-in ones, which passed it: off with {entry.configuration}; off"
     )
-    assert str(entry.configuration) in warning
     dispatch = state.head.table
     assert dispatch.lookup(4) == default_table(state.head.lm_head).lookup(4) and dispatch.is_measured(2, PLAIN)
     assert starting.inactive_reason is None
@@ -943,11 +864,22 @@ def test_a_bad_table_is_one_warning_and_the_built_in_choices(starting, tuned_fil
     assert "built-in kernel settings, same tokens" in caplog.records[1].message
 
 
-def test_a_head_whose_built_in_kernels_fail_is_sglangs_with_one_warning(starting, device, monkeypatch, caplog):
-    monkeypatch.setattr(selfcheck, "difference", lambda *arguments, **options: "3 of 4 tokens differ")
-    assert prepared(starting, make_head(weights(device)), 600) is None and starting.heads == []
+@pytest.mark.parametrize(
+    "check, scale, reason",
+    [
+        (lambda table: Checked(table, "3 of 4 tokens differ", ()), None, "3 of 4 tokens differ"),
+        (None, "half", "its setup failed: ValueError: logit_scale is 'half'; expected a finite number or None"),
+    ],
+    ids=["wrong tokens", "no setup"],
+)
+def test_a_head_that_fails_at_the_start_is_sglangs_with_one_warning(
+    starting, device, script, caplog, check, scale, reason
+):
+    script.check = check
+    starting.prepare_model(Model(make_head(weights(device)), logit_scale=scale))
+    assert starting.heads == []
     (warning,) = [record.message for record in caplog.records if record.levelno == logging.WARNING]
-    assert "not active, SGLang's own sampler is used for everything: 3 of 4 tokens differ with " in warning
+    assert warning.endswith(f"not active, SGLang's own sampler is used for everything: {reason}")
 
 
 @pytest.mark.parametrize("says", [None, "2 of its 8 tokens are truncated ones", MemoryError("no room")], ids=str)
@@ -973,18 +905,6 @@ def test_flashinfer_draws_what_a_table_gives_it_only_if_it_draws_right_here(
     assert len(warnings) == (0 if says is None else 1) and all(words in warning for warning in warnings)
 
 
-def test_a_head_that_cannot_be_set_up_is_sglangs_with_one_warning(starting, device, monkeypatch, caplog):
-    def fails(*arguments, **options):
-        raise RuntimeError("no such layout")
-
-    monkeypatch.setattr(HeadState, "__init__", fails)
-    assert prepared(starting, make_head(weights(device)), 600) is None and starting.heads == []
-    (warning,) = [record.message for record in caplog.records if record.levelno == logging.WARNING]
-    assert warning.endswith(
-        "SGLang's own sampler is used for everything: its setup failed: RuntimeError: no such layout"
-    )
-
-
 def test_a_head_that_shows_itself_during_a_capture_is_prepared_after_it(starting, device, monkeypatch):
     processor, lm_head = Processor(), make_head(weights(device))
     with monkeypatch.context() as capturing:
@@ -994,62 +914,47 @@ def test_a_head_that_shows_itself_during_a_capture_is_prepared_after_it(starting
     assert starting.head_for(processor, lm_head) is not None
 
 
-@needs_sglang
-def test_a_step_has_the_tuned_table_its_workspace_and_says_when_all_its_rows_are_greedy(device, one_rank, monkeypatch):
-    state, seen = make_state(device), []
-    launch = paths.launch
-
-    def noted(config, hidden, params, parts, **options):
-        seen.append((params.all_greedy, config, parts.workspace))
-        return launch(config, hidden, params, parts, **options)
-
-    monkeypatch.setattr(paths, "launch", noted)
+def test_a_step_says_when_all_its_rows_are_greedy(device, one_rank, script):
     for temperatures in ((1.0, 0.0), (0.0, 0.0)):
-        SteadyServer(device, state, [{"temperature": each} for each in temperatures]).step()
-    taken = [state.head.table.lookup(2, BatchKind(greedy=greedy)) for greedy in (False, True)]
-    assert seen == [(greedy, config, state.head.workspaces[0]) for greedy, config in enumerate(taken)]
+        SteadyServer(device, make_state(device, script=script), [{"temperature": each} for each in temperatures]).step()
+    assert [call.params.all_greedy for call in script.calls] == [False, True]
 
 
+NO_SCREEN = "small batches), same tokens: "
+LATE = "the model shows its LM head only after the memory is shared out"
+WITHOUT_SCREEN = {"check": lambda table: Checked(table.without_screen(), None, (), "out of registers")}
 SCREENS = [
-    (ScreenMode.ON, None, True, "screen built, "),
-    (ScreenMode.ON, "the hook is missing", True, "small batches), same tokens: the hook is missing"),
-    (
-        ScreenMode.ON,
-        None,
-        False,
-        "small batches), same tokens: the model shows its LM head only after the memory is shared out",
-    ),
-    (ScreenMode.AUTO, None, True, "small batches), same tokens: no tuned table says that it is faster here"),
+    (ScreenMode.ON, None, True, {}, "screen built, "),
+    (ScreenMode.ON, "the hook is missing", True, {}, f"{NO_SCREEN}the hook is missing"),
+    (ScreenMode.ON, None, False, {}, f"{NO_SCREEN}{LATE}"),
+    (ScreenMode.AUTO, None, True, {}, f"{NO_SCREEN}no tuned table says that it is faster here"),
+    (ScreenMode.ON, None, True, WITHOUT_SCREEN, f"{NO_SCREEN}its kernels fail here: out of registers"),
 ]
 
 
-@pytest.mark.parametrize("mode, reason, starts, words", SCREENS, ids=[f"{row[0]} {row[1:3]}" for row in SCREENS])
-def test_one_line_says_what_screen_was_built_or_why_not(starting, device, caplog, mode, reason, starts, words):
+@pytest.mark.parametrize("mode, reason, starts, changes, words", SCREENS, ids=[row[-1][-40:] for row in SCREENS])
+def test_one_line_says_what_screen_was_built_or_why_not(
+    starting, device, script, caplog, mode, reason, starts, changes, words
+):
     starting.screen_mode, starting.no_screen_reason = mode, reason
+    vars(script).update(changes)
     with caplog.at_level(logging.INFO, "sgl_flashsample"):
         lm_head = make_head(weights(device))
         state = prepared(starting, lm_head, 600) if starts else starting.head_for(Processor(), lm_head)
     (record,) = [record for record in caplog.records if "INT8 copy" in record.message]
-    assert words in record.message and state.has_screen == ("screen built" in words)
-    assert record.levelno == (logging.WARNING if mode is ScreenMode.ON and not state.has_screen else logging.INFO)
-    if state.has_screen:
+    built = "screen built" in words
+    assert words in record.message and state.has_screen is (state.screen is not None) is built
+    assert record.levelno == (logging.WARNING if mode is ScreenMode.ON and not built else logging.INFO)
+    state.update(4)
+    (status,), scratch = starting.status["heads"], state.head.workspaces[0].num_bytes
+    assert status["table"] is None and status["bytes"] == scratch + (state.screen.num_bytes if built else 0)
+    assert (status["screen"] is not None) is built
+    if built:
         screen, weight = state.screen, state.head.lm_head.weight
+        assert status["screen"] == {"rows": screen.rows, "bytes": screen.num_bytes, "paused": False}
         share = 100 * screen.num_bytes / (weight.numel() * weight.element_size())
         assert f"batches of up to {screen.rows} requests faster, same tokens: " in record.message
         assert record.message.endswith(f" {screen.num_bytes:,} more bytes of GPU memory, {share:.1f} % of the head's")
-
-
-def test_a_screen_whose_kernels_fail_at_start_is_given_back(starting, device, monkeypatch, caplog):
-    def fails(*arguments, **options):
-        raise RuntimeError("out of registers")
-
-    starting.screen_mode = ScreenMode.ON
-    monkeypatch.setattr(paths, "screened_sample", fails)
-    with caplog.at_level(logging.INFO, "sgl_flashsample"):
-        state = prepared(starting, make_head(weights(device)), 600)
-    assert state is not None and state.screen is None
-    (line,) = [record.message for record in caplog.records if "INT8 copy" in record.message]
-    assert "small batches), same tokens: its kernels fail here: " in line and "out of registers" in line
 
 
 def test_a_screen_that_finds_no_memory_leaves_the_head_without_one(starting, device, monkeypatch, caplog):
@@ -1065,34 +970,39 @@ def test_a_screen_that_finds_no_memory_leaves_the_head_without_one(starting, dev
     assert line.endswith("small batches), same tokens: OutOfMemoryError: no memory")
 
 
-@pytest.fixture
-def starts(server_config, monkeypatch) -> Callable[..., tuple[Runtime, list[str]]]:
-    """Makes the sampler of a server; returns its runtime and which hooks were installed, in their order. reasons: why
-    an installation fails, by its name."""
-    installed: list[str] = []
+GROUPS = {
+    "step": versions.HOOK_TARGETS,
+    "arrival": {hooks.ARRIVAL_TARGET},
+    "verification": {name for names in versions.SPECULATION_TARGETS for name in names},
+    "drafts": versions.DRAFT_TARGETS,
+    "status": {hooks.STATUS_TARGET},
+    "idle": {hooks.IDLE_TARGET},
+}
 
-    def start(version: str | None = None, **reasons: str) -> tuple[Runtime, list[str]]:
-        module = types.ModuleType("sampler")
-        module.FlashSampler = lambda runtime: runtime
-        monkeypatch.setitem(sys.modules, "sgl_flashsample.sglang.sampler", module)
+
+@pytest.fixture
+def starts(server_config, registry, classes, pretend, monkeypatch) -> Callable[..., tuple[Runtime, list[str]]]:
+    """Makes the sampler of a server, whose SGLang is refused for a reason or not; returns its runtime and which hooks
+    were installed, in their order."""
+
+    def start(refused: str | None = None) -> tuple[Runtime, list[str]]:
+        pretend("sgl_flashsample.sglang.sampler", FlashSampler=lambda runtime: runtime)
         monkeypatch.setattr(plugin, "_runtime", None)
-        monkeypatch.setattr(plugin.versions, "unsupported_version", lambda installed: version)
-        for name in ("install", "install_speculation", "install_drafts", "install_weight_hooks"):
-            monkeypatch.setattr(hooks, name, lambda _, name=name: installed.append(name) or reasons.get(name))
-        monkeypatch.setattr(hooks, "install_arrival_hook", lambda _: installed.append("install_arrival_hook"))
-        monkeypatch.setattr(hooks, "install_status_hook", lambda status: installed.append(status()["reason"]))
-        monkeypatch.setattr(hooks, "install_idle_hook", lambda runtime: None)
-        return plugin.make_sampler(), installed
+        monkeypatch.setattr(plugin.versions, "unsupported_version", lambda installed: refused)
+        runtime = plugin.make_sampler()
+        group = {target: name for name, targets in GROUPS.items() for target in targets}
+        return runtime, list(dict.fromkeys(group.get(target, "weights") for target in registry.hooked))
 
     return start
 
 
 @pytest.mark.parametrize("wanted", [True, False], ids=["a hook does not land", "no screen is wanted"])
-def test_a_server_without_hooks_of_weight_changes_has_no_screen(starts, monkeypatch, wanted):
+def test_a_server_without_hooks_of_weight_changes_has_no_screen(starts, classes, monkeypatch, wanted):
     monkeypatch.setenv(SCREEN_VARIABLE, "on" if wanted else "off")
-    made, _ = starts(install_weight_hooks="SGLang did not apply the hook on X")
-    assert plugin.make_sampler() is made and made.inactive_reason is None
-    assert made.no_screen_reason == ("SGLang did not apply the hook on X" if wanted else "FLASHSAMPLE_SCREEN is off")
+    classes[hooks.MANAGER] = ImportError("X")
+    made, installed = starts()
+    assert plugin.make_sampler() is made and made.inactive_reason is None and "weights" not in installed
+    assert made.no_screen_reason == (f"{hooks.MANAGER} is missing (X)" if wanted else "FLASHSAMPLE_SCREEN is off")
     assert not made.prepares_steps, "it would draw with weights that are released"
 
 
@@ -1104,25 +1014,43 @@ def test_a_server_is_told_once_of_a_variable_that_does_not_exist(starts, monkeyp
     assert line == "flashsample: FLASHSAMPLE_TUNDE is not a variable of this package; did you mean FLASHSAMPLE_TUNED?"
 
 
-def test_a_server_with_drafts_gets_the_hooks_of_their_verification_and_of_coupled_drafts(
-    starts, server_config, monkeypatch
-):
-    monkeypatch.setenv(support.SPECULATION_VARIABLE, "1")
-    monkeypatch.setenv(DRAFTS_VARIABLE, "coupled")
-    server_config.spec.speculative_algorithm = "EAGLE"
-    runtime, installed = starts()
-    assert runtime.inactive_reason is None
-    step, drafts = ["install", "install_arrival_hook"], ["install_speculation", "install_drafts"]
-    assert installed == [*step, *drafts, "install_weight_hooks", None]
+LAST = ["status", "idle"]  # whatever there is
+STEP, VERIFICATION = next(iter(versions.HOOK_TARGETS)), next(iter(versions.SPECULATION_TARGETS[0]))
 
 
 @pytest.mark.parametrize("screen", ["on", "off"])
-def test_a_server_without_drafts_gets_the_hooks_of_a_step_and_of_weight_changes(starts, monkeypatch, screen):
+@pytest.mark.parametrize(
+    "algorithm, refused, missing, reason, installed",
+    [
+        (None, None, set(), None, ["step", "arrival", "weights"]),
+        ("EAGLE", None, set(), None, ["step", "arrival", "verification", "drafts", "weights"]),
+        ("EAGLE", "SGLang 9.9 is unknown", set(), "SGLang 9.9 is unknown", []),
+        ("EAGLE", None, {STEP}, f"no {STEP}", []),
+        (
+            "EAGLE",
+            None,
+            GROUPS["verification"],
+            "; ".join(f"no {name}" for name in versions.SPECULATION_TARGETS[0]),
+            ["step", "arrival"],
+        ),
+    ],
+    ids=["no drafts", "drafts", "an unknown version", "no place for a step", "no place for a verification"],
+)
+def test_a_server_gets_the_hooks_of_its_mode_until_one_does_not_land_which_is_said(
+    starts, server_config, registry, monkeypatch, caplog, algorithm, refused, missing, reason, installed, screen
+):
     """With or without a screen: graphs that are captured ahead draw with the weights."""
     monkeypatch.setenv(SCREEN_VARIABLE, screen)
-    runtime, installed = starts()
-    assert installed == ["install", "install_arrival_hook", "install_weight_hooks", None]
-    assert runtime.prepares_steps and (runtime.no_screen_reason is None) is (screen == "on")
+    server_config.spec.speculative_algorithm, registry.missing = algorithm, missing
+    runtime, done = starts(refused)
+    assert runtime.inactive_reason == reason and done == [*installed, *LAST]
+    assert runtime.prepares_steps is (reason is None) and (runtime.no_screen_reason is None) is (screen == "on")
+    answer = types.SimpleNamespace(internal_state={})
+    registry.hooked[hooks.STATUS_TARGET][0](answer)
+    assert answer.internal_state["flashsample"]["reason"] == reason
+    warnings = [record.message for record in caplog.records]
+    assert len(warnings) == (reason is not None)
+    assert all(one.endswith(f"not active, SGLang's own sampler is used for everything: {reason}") for one in warnings)
 
 
 @pytest.mark.parametrize("algorithm", [None, "EAGLE", "DFLASH"])
@@ -1135,30 +1063,6 @@ def test_paths_per_token_are_reported_but_with_drafts_where_a_warning_says_that_
     assert Runtime(None).settings.report_path == (algorithm is None)
     warnings = [record.message for record in caplog.records if REPORT_PATH_VARIABLE in record.message]
     assert len(warnings) == (algorithm is not None)
-
-
-@pytest.mark.parametrize(
-    "reasons, installed",
-    [
-        ({"version": "SGLang 9.9 is unknown"}, []),
-        ({"install": "a hook is missing"}, ["install"]),
-        (
-            {"install_speculation": "eagle_sample is missing"},
-            ["install", "install_arrival_hook", "install_speculation"],
-        ),
-    ],
-    ids=str,
-)
-def test_what_stands_against_the_fused_pass_ends_the_installation_of_hooks_and_is_said(
-    starts, server_config, monkeypatch, caplog, reasons, installed
-):
-    monkeypatch.setenv(support.SPECULATION_VARIABLE, "1")
-    server_config.spec.speculative_algorithm = "EAGLE"
-    (reason,) = reasons.values()
-    runtime, done = starts(**reasons)
-    assert runtime.inactive_reason == reason and done == [*installed, reason], "the last one is /server_info"
-    (warning,) = [record.message for record in caplog.records]
-    assert warning.endswith(f"not active, SGLang's own sampler is used for everything: {reason}")
 
 
 @pytest.mark.parametrize("known", [{}, {"dp_rank": None}, {"dp_rank": 3}])
@@ -1187,15 +1091,11 @@ def test_each_replica_tells_the_samples_of_a_seeded_request_apart_from_those_of_
     ],
 )
 def test_an_installed_plugin_adds_its_name_and_looks_for_a_replaced_backend_only_where_it_was_asked_for(
-    server_config, monkeypatch, arguments, inherited, required
+    server_config, registry, monkeypatch, arguments, inherited, required
 ):
     """The server's processes are started without its arguments: they inherit a variable. A server that must fuse need
     not have the argument: ``sgl.Engine`` takes the backend as a parameter."""
-    registered, backends = [], {}
-    registry = types.ModuleType("sglang.srt.plugins.hook_registry")
-    registry.HookRegistry = types.SimpleNamespace(register=lambda target, *_: registered.append(target))
-    registry.HookType = types.SimpleNamespace(AFTER="after", BEFORE="before")
-    monkeypatch.setitem(sys.modules, registry.__name__, registry)
+    backends = {}
     sys.modules["sglang.srt.layers.sampler"].register_sampler_backend = backends.__setitem__
     monkeypatch.setattr(sys, "argv", ["server", *arguments])
     monkeypatch.setenv("FLASHSAMPLE_REQUESTED", inherited)
@@ -1206,7 +1106,7 @@ def test_an_installed_plugin_adds_its_name_and_looks_for_a_replaced_backend_only
     looks = requested or required == "1"
     by_ray = "--use-ray" in arguments
     assert (
-        registered
+        registry.registered
         == ["sglang.srt.layers.sampler.create_sampler"] * looks
         + ["sglang.srt.server_args.ServerArgs.from_cli_args"] * by_ray
     )
@@ -1255,41 +1155,26 @@ print("backend", arguments.sampling_backend)
 
 @pytest.mark.parametrize("must_fuse", [False, True])
 def test_a_backend_that_sglang_replaces_is_a_warning_and_ends_a_server_that_must_fuse(
-    server_config, monkeypatch, caplog, must_fuse
+    server_config, registry, pretend, monkeypatch, caplog, must_fuse
 ):
-    module = types.ModuleType("sampler")
-    module.FlashSampler = type("FlashSampler", (), {})
-    monkeypatch.setitem(sys.modules, "sgl_flashsample.sglang.sampler", module)
-    monkeypatch.setattr(hooks, "install_status_hook", lambda status: stated.append(status()))
+    class FlashSampler: ...
+
+    pretend("sgl_flashsample.sglang.sampler", FlashSampler=FlashSampler)
     monkeypatch.setenv(REQUIRE_VARIABLE, "1" if must_fuse else "0")
-    server_config.exec.kernel.sampling_backend, stated = "pytorch", []
+    server_config.exec.kernel.sampling_backend = "pytorch"
     server_config.exec.deterministic.enable_deterministic_inference = True
     reason = "SGLang uses the sampling backend pytorch instead of flashsample (deterministic inference)"
     with pytest.raises(NotActiveError) if must_fuse else contextlib.nullcontext():
         plugin._explain_replacement(object())
     assert caplog.records[0].message == f"flashsample: not active: {reason}"
-    assert stated == [{"active": False, "reason": reason}]
-    plugin._explain_replacement(module.FlashSampler())
-    assert len(stated) == 1, "nothing was replaced"
+    answer = types.SimpleNamespace(internal_state={})
+    registry.hooked.pop(hooks.STATUS_TARGET)[0](answer)
+    assert answer.internal_state == {"flashsample": {"active": False, "reason": reason}}
+    plugin._explain_replacement(FlashSampler())
+    assert not registry.hooked, "nothing was replaced"
 
 
-# What a failure costs.
-
-
-class Failing:
-    """Makes every draw of at least ``rows`` rows fail."""
-
-    def __init__(self, monkeypatch, error: Exception, rows: int = 1) -> None:
-        self.error, self.rows, self.failed = error, rows, 0
-        draw = Head.draw
-
-        def failing(head, hidden, *arguments, **options):
-            if len(hidden) >= self.rows:
-                self.failed += 1
-                raise self.error
-            return draw(head, hidden, *arguments, **options)
-
-        monkeypatch.setattr(Head, "draw", failing)
+# Failures and their cost.
 
 
 @pytest.fixture
@@ -1310,16 +1195,15 @@ def path_of_a_batch(runners, head, info_of, hidden):
     return draw
 
 
-@needs_sglang
 def test_a_batch_that_finds_no_memory_and_larger_ones_are_sglangs_and_smaller_ones_stay_fused(
-    path_of_a_batch, runners, monkeypatch, caplog
+    path_of_a_batch, runners, script, caplog
 ):
-    failing = Failing(monkeypatch, torch.OutOfMemoryError("no memory"), rows=4)
+    script.error, script.smallest = torch.OutOfMemoryError("no memory"), 4
     with caplog.at_level(logging.WARNING, "sgl_flashsample"):
         paths = {num_rows: path_of_a_batch(num_rows) for num_rows in (2, 5, 6, 4, 3)}
     assert paths == dict.fromkeys((2, 3), "fused") | dict.fromkeys((4, 5, 6), "native:out_of_memory")
-    assert failing.failed == 2, "6 rows are not tried after 5, 4 are"
-    failing.rows = 100
+    assert [call.rows for call in script.calls] == [2, 5, 4, 3], "6 rows are not tried after 5, 4 are"
+    script.error = None
     assert [path_of_a_batch(num_rows) for num_rows in (3, 4, 5)] == ["fused", *["native:out_of_memory"] * 2]
     assert runners[0].sampler.runtime.inactive_reason is None
     assert [record.message for record in caplog.records] == [
@@ -1329,11 +1213,10 @@ def test_a_batch_that_finds_no_memory_and_larger_ones_are_sglangs_and_smaller_on
     ]
 
 
-@needs_sglang
-def test_a_batch_that_found_no_memory_is_tried_again_after_some_minutes(path_of_a_batch, monkeypatch, clock, caplog):
-    failing = Failing(monkeypatch, torch.OutOfMemoryError("no memory"), rows=4)
+def test_a_batch_that_found_no_memory_is_tried_again_after_some_minutes(path_of_a_batch, script, clock, caplog):
+    script.error = torch.OutOfMemoryError("no memory")
     path_of_a_batch(5)
-    failing.rows = 100
+    script.error = None
     clock[0] += RETRY_SECONDS - 1
     assert path_of_a_batch(5) == "native:out_of_memory"
     clock[0] += 1
@@ -1341,12 +1224,11 @@ def test_a_batch_that_found_no_memory_is_tried_again_after_some_minutes(path_of_
     assert len(caplog.records) == 1
 
 
-@needs_sglang
-def test_any_other_failure_leaves_everything_to_sglang_with_one_warning(path_of_a_batch, runners, monkeypatch, caplog):
-    failing = Failing(monkeypatch, ZeroDivisionError("no such kernel"))
+def test_any_other_failure_leaves_everything_to_sglang_with_one_warning(path_of_a_batch, runners, script, caplog):
+    script.error = ZeroDivisionError("no such kernel")
     with caplog.at_level(logging.WARNING, "sgl_flashsample"):
         assert [path_of_a_batch(2) for _ in range(3)] == ["native:error", "native:inactive", "native:inactive"]
-    assert failing.failed == 1
+    assert len(script.calls) == 1
     assert runners[0].sampler.runtime.inactive_reason == "ZeroDivisionError: no such kernel"
     (record,) = caplog.records
     assert record.message.startswith(
@@ -1355,7 +1237,6 @@ def test_any_other_failure_leaves_everything_to_sglang_with_one_warning(path_of_
     )
 
 
-@needs_sglang
 def test_a_failure_to_tell_rows_apart_leaves_everything_to_sglang(path_of_a_batch, runners, monkeypatch):
     def fails(*arguments, **options):
         raise ZeroDivisionError("a fault")
@@ -1365,89 +1246,72 @@ def test_a_failure_to_tell_rows_apart_leaves_everything_to_sglang(path_of_a_batc
     assert runners[0].sampler.runtime.inactive_reason == "routing: ZeroDivisionError: a fault"
 
 
-@needs_sglang
-def test_a_batch_whose_rows_are_not_known_is_sglangs(path_of_a_batch, runners, head, info_of, hidden):
-    states, info = hidden(2), info_of([request("a", temperature=0), request("b", temperature=0)])
-    for unknown in (None, make_batch({})):
-        setattr(info, BATCH_ATTRIBUTE, unknown)
-        _, output = runners[0].sample(head.lazy(states), info)
-        assert output.customized_info == {"flashsample_path": ["native:unknown_rows"] * 2}
-    assert path_of_a_batch(2) == "fused"
+def leave_head(given) -> None:
+    """A head is SGLang's, and so are its logits."""
+    given.sampler.runtime._refuse("the LM head has LoRA adapters")
+    given.output.next_token_logits = given.head.logits(given.states)
 
 
-@needs_sglang
-@pytest.mark.parametrize("reason", ["unknown_argument", "positions", "logits_computed"])
-def test_a_call_that_is_not_as_we_know_it_is_sglangs(runners, head, info_of, hidden, monkeypatch, reason):
-    """A later SGLang may pass another argument to its sampler, positions of another shape, or logits that were read."""
+def know_other(name: str, value: object) -> Callable:
+    return lambda given: setattr(given.info, name, value)
+
+
+# Differences from the call that we know: of a later SGLang, or as something has read the logits.
+UNKNOWN: dict[str, tuple[Callable, str]] = {
+    "an argument": (lambda given: given.options.update(argument=1), "unknown_argument"),
+    "fewer positions": (lambda given: given.arguments.append(given.arguments.pop()[:1]), "positions"),
+    "no batch": (know_other(BATCH_ATTRIBUTE, None), "unknown_rows"),
+    "another batch": (know_other(BATCH_ATTRIBUTE, make_batch({})), "unknown_rows"),
+    "no slots": (know_other(SLOTS_ATTRIBUTE, None), "unknown_rows"),
+    "fewer slots": (know_other(SLOTS_ATTRIBUTE, torch.tensor([1])), "unknown_rows"),
+    "more slots": (know_other(SLOTS_ATTRIBUTE, torch.tensor([1, 2, 3])), "unknown_rows"),
+    "logits that were read": (lambda given: given.output.next_token_logits.add_(0.0), "logits_computed"),
+    "logits that were read beside another head": (
+        lambda given: (
+            given.output.next_token_logits.dense(),
+            given.sampler.runtime._refuse("the LM head is quantised"),
+        ),
+        "logits_computed",
+    ),
+    "logits of the fused head": (
+        lambda given: setattr(given.output, "next_token_logits", given.head.logits(given.states)),
+        "logits_computed",
+    ),
+    "the only head": (leave_head, "inactive"),
+    "another head": (leave_head, "inactive"),
+    "another head and a prompt's logprobs": (
+        lambda given: (leave_head(given), setattr(given.output, "input_token_logprobs", torch.zeros(3))),
+        "input_logprobs",
+    ),
+}
+
+
+@pytest.mark.parametrize("return_logprob", [False, True])
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_a_call_that_is_not_as_we_know_it_is_sglangs(runners, head, info_of, hidden, monkeypatch, name, return_logprob):
     from sglang.srt.layers.sampler import Sampler
 
-    theirs = Sampler.forward
+    theirs, (change, reason) = Sampler.forward, UNKNOWN[name]
     monkeypatch.setattr(Sampler, "forward", lambda self, *arguments, argument=None: theirs(self, *arguments))
     states, info = hidden(2), info_of([request("a", temperature=0), request("b", temperature=0)])
     sampler = runners[0].sampler
+    if "another head" in name or "fused" in name:
+        serve(sampler.runtime, head.state)
 
     def call(output, *arguments):
-        *arguments, positions = arguments
-        if reason == "logits_computed":
-            output.next_token_logits.add_(0.0)
-        return sampler(
-            output,
-            *arguments,
-            positions[:1] if reason == "positions" else positions,
-            **({"argument": 1} if reason == "unknown_argument" else {}),
-        )
+        given = types.SimpleNamespace(sampler=sampler, head=head, states=states, info=info, output=output)
+        given.arguments, given.options = [*arguments], {}
+        change(given)
+        return sampler(output, *given.arguments, **given.options)
 
     runners[0].sampler = call
-    tokens, output = runners[0].sample(head.lazy(states), info)
+    tokens, output = runners[0].sample(head.lazy(states), info, return_logprob)
     assert output.customized_info == {"flashsample_path": [f"native:{reason}"] * 2}
     assert tokens.tolist() == head.logits(states).argmax(-1).tolist()
+    assert (output.next_token_logprobs is not None) is return_logprob
+    assert sampler.runtime.inactive_reason is None, "the next batch is fused"
 
 
-@needs_sglang
-@pytest.mark.parametrize("return_logprob", [False, True])
-def test_rows_of_a_head_that_is_left_to_sglang_are_those_of_an_inactive_pass(
-    runners, head, info_of, hidden, return_logprob
-):
-    runners[0].sampler.runtime._refuse("the LM head has LoRA adapters")
-    logits, info = head.logits(hidden(2)), info_of([request(rid, temperature=0) for rid in "ab"])
-    _, output = runners[0].sample(logits, info, return_logprob=return_logprob)
-    assert output.customized_info == {"flashsample_path": ["native:inactive"] * 2}
-
-
-@needs_sglang
-@pytest.mark.parametrize(
-    "refused, lazy, input_logprobs, reason",
-    [
-        (True, False, False, "inactive"),
-        (True, False, True, "input_logprobs"),
-        (True, True, False, "logits_computed"),
-        (False, False, False, "logits_computed"),
-    ],
-)
-def test_computed_logits_have_the_reason_of_their_own_head(
-    runners, head, info_of, hidden, refused, lazy, input_logprobs, reason
-):
-    """One head of the server is fused. refused: it has another, which is not. lazy: something has read the logits."""
-    sampler, logits = runners[0].sampler, head.logits(hidden(2))
-    serve(sampler.runtime, head.state)
-    if refused:
-        sampler.runtime._refuse("the LM head is quantised")
-    if lazy:
-        logits = head.lazy(hidden(2))
-        logits.dense()
-
-    def call(output, *arguments):
-        output.input_token_logprobs = torch.zeros(3) if input_logprobs else None
-        output.next_token_logits = logits
-        return sampler(output, *arguments)
-
-    runners[0].sampler = call
-    info = info_of([request(rid, temperature=0) for rid in "ab"])
-    _, output = runners[0].sample(head.logits(hidden(2)), info, return_logprob=True)
-    assert output.customized_info == {"flashsample_path": [f"native:{reason}"] * 2}
-
-
-@needs_sglang
 def test_what_a_model_tells_of_its_tokens_is_answered_beside_their_paths(runners, head, info_of, hidden):
     states, info, of_model = hidden(2), info_of([request("a"), request("b")]), {"experts": [[1, 2], [3, 4]]}
     sampler = runners[0].sampler
@@ -1462,7 +1326,6 @@ def test_what_a_model_tells_of_its_tokens_is_answered_beside_their_paths(runners
     assert of_model.keys() == {"experts"}, "the model may keep it"
 
 
-@needs_sglang
 def test_logits_that_sglang_has_preprocessed_are_sampled_as_they_are(runners, head, info_of, hidden):
     """Its bias is not added twice."""
     states, requests = hidden(2), [request(rid, temperature=0, logit_bias={"17": 3.0}) for rid in "ab"]
@@ -1513,29 +1376,16 @@ def test_a_failure_while_deciding_or_preparing_leaves_the_model_to_sglang(runtim
     assert runtime.inactive_reason.startswith(f"{hook}: AttributeError")
 
 
-def test_a_server_that_must_fuse_does_not_start_where_its_model_cannot_be_prepared(runtime, required):
-    with pytest.raises(NotActiveError, match="load_model: AttributeError"):
-        StepHooks(runtime).load_model("result", object())
-
-
-def test_of_several_failures_the_first_is_the_reason_and_the_only_warning(runtime, caplog):
-    runtime.disable("a kernel failed")
-    runtime.disable("another one")
-    assert runtime.inactive_reason == "a kernel failed" and len(caplog.records) == 1
-
-
-def test_logits_that_were_left_for_later_are_sglangs_own_whoever_reads_them(runtime, device, monkeypatch):
+def test_logits_that_were_left_for_later_are_sglangs_own_whoever_reads_them(runtime, device):
     """Computed by SGLang's code, without its buffer of logits: another step may have that one."""
     state, hidden = make_state(device), hidden_states(device)
-    monkeypatch.setattr(runtime, "can_defer", lambda *arguments: state)
+    serve(runtime, state)
 
     def original(processor, hidden, lm_head, metadata, bias, use_buffer):
         assert bias is None and use_buffer is False
         return hidden @ lm_head.weight.T
 
-    mode = types.SimpleNamespace(is_extend=lambda: True, is_target_verify=lambda: False)
-    metadata = types.SimpleNamespace(forward_mode=mode)
-    logits = StepHooks(runtime).get_logits(original, state.processor, hidden, state.lm_head, metadata)
+    logits = StepHooks(runtime).get_logits(original, state.processor, hidden, state.lm_head, metadata_of("extend"))
     assert logits.prefills and torch.equal(logits.dense(), hidden @ state.lm_head.weight.T)
 
 

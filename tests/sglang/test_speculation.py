@@ -3,13 +3,15 @@ draws, and what SGLang verifies itself. The law of it is in ``test_follow_drafts
 
 from __future__ import annotations
 
+import re
 import sys
 import types
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from head_states import CountingCapture
-from serving import needs_sglang
 from sglang_batches import VOCAB, CountingHead, grammar, make_samplers, request
 
 from sgl_flashsample.api import DraftTree
@@ -36,6 +38,13 @@ def hooks(one_rank):
     from sgl_flashsample.sglang.speculation import SpeculationHooks
 
     return SpeculationHooks(make_samplers()[0].runtime)
+
+
+def counted(hooks) -> str:
+    """The counts of the server, as its log says them."""
+    metrics = hooks.runtime.metrics
+    metrics.flush()
+    return metrics.summary().removeprefix("since the start: ")
 
 
 class Original:
@@ -136,7 +145,6 @@ def good_drafts(drawn: torch.Tensor, parents: list[int], seed: int = 0) -> torch
     return torch.where(wrong, followed + 1, followed)
 
 
-@needs_sglang
 @pytest.mark.parametrize("parents", [CHAIN, TREE], ids=["chain", "tree"])
 def test_rows_gain_what_their_nodes_draw_along_sglangs_own_walk(hooks, head, info_of, hidden, parents):
     nodes = len(parents)
@@ -158,7 +166,6 @@ def test_rows_gain_what_their_nodes_draw_along_sglangs_own_walk(hooks, head, inf
     assert hooks.runtime.inactive_reason is None
 
 
-@needs_sglang
 @pytest.mark.parametrize("edited", [False, True])
 def test_steps_are_replayed_wherever_their_positions_are_and_whichever_requests_they_have(
     hooks, info_of, hidden, device, edited
@@ -194,7 +201,6 @@ def test_steps_are_replayed_wherever_their_positions_are_and_whichever_requests_
     assert (head.state.counts.launched, head.state.counts.late_captures) == (PATIENCE, 2)
 
 
-@needs_sglang
 def test_top_p_is_of_what_top_k_has_left_and_min_p_is_ignored_as_in_sglangs_verification(hooks, head, info_of, hidden):
     """The kept sets, of many draws: those of the joint rule would be larger."""
     top_k, top_p, temperature, draws_per_row = 6, 0.7, 4.0, 120
@@ -252,7 +258,6 @@ def edited_logits(head, states: torch.Tensor, info, mask, nodes: int) -> torch.T
     return logits
 
 
-@needs_sglang
 def test_penalties_bias_and_masks_of_nodes_are_sglangs_and_so_are_the_logprobs_of_accepted_tokens(
     hooks, head, info_of, hidden
 ):
@@ -282,7 +287,6 @@ def test_penalties_bias_and_masks_of_nodes_are_sglangs_and_so_are_the_logprobs_o
     torch.testing.assert_close(got[on_path].double(), want[accepted[on_path].long()], rtol=1e-5, atol=1e-5)
 
 
-@needs_sglang
 def test_logprobs_that_were_not_drawn_are_sglangs(hooks):
     calls = []
     output = types.SimpleNamespace()
@@ -292,26 +296,6 @@ def test_logprobs_that_were_not_drawn_are_sglangs(hooks):
     assert calls == [(("batch", output, "predict"), {"chain_stride": 4})]
 
 
-@needs_sglang
-@pytest.mark.parametrize(
-    "off, refused, reason",
-    [(None, [], Reason.LOGITS_COMPUTED), ("failed", [], Reason.INACTIVE), (None, ["LoRA"], Reason.INACTIVE)],
-)
-def test_logits_that_sglang_has_computed_it_verifies_itself(
-    hooks, head, info_of, hidden, monkeypatch, off, refused, reason
-):
-    counted = []
-    monkeypatch.setattr(hooks.runtime.metrics, "add_batch", lambda routing, *_: counted.append(dict(routing.counts)))
-    hooks.runtime.inactive_reason, hooks.runtime._refused = off, refused
-    drafts = torch.zeros(1, 4, dtype=torch.int64, device=hidden(4).device)
-    verify_input, batch, output = verification(info_of([request("0")]), head.logits(hidden(4)), CHAIN, drafts)
-    original = Original()
-    assert hooks.eagle_sample(original, verify_input, batch, output, "mask") == "SGLang's"
-    assert original.calls[0][0] is output.next_token_logits and original.calls[0][1] == "mask"
-    assert counted == [{("native", reason): 1}]
-
-
-@needs_sglang
 @pytest.mark.parametrize("fused", [True, False])
 def test_the_tokens_that_rows_gain_are_counted_for_a_hot_vocabulary(hooks, head, info_of, hidden, fused):
     added = []
@@ -331,116 +315,111 @@ def test_the_tokens_that_rows_gain_are_counted_for_a_hot_vocabulary(hooks, head,
     assert len(gained) == num_tokens.sum()
 
 
-@needs_sglang
-def test_penalties_that_sglang_has_not_accumulated_change_no_draft(hooks, head, info_of, hidden):
-    info = info_of([request("0", temperature=1.0, sampling_seed=1, frequency_penalty=0.5)])
-    assert info.acc_additive_penalties is None
-    states = hidden(4)
-    drafts = torch.zeros(1, 4, dtype=torch.int64, device=states.device)
-    verify_input, batch, output = verification(info, head.lazy(states), CHAIN, drafts)
-    predict, _, _ = hooks.eagle_sample(Original(), verify_input, batch, output)
-    positions = 7 + torch.arange(4, device=states.device)
-    assert torch.equal(predict.long(), draws(head, states, 4, positions, settings=SETTINGS[:1]).token_ids)
+@pytest.fixture
+def verify(hooks, head, info_of, hidden, script) -> Callable[..., types.SimpleNamespace]:
+    """Makes a verification of three drafts, all of them 0, for each of these requests; ``sample`` asks for it."""
+
+    def make(*requests: dict) -> types.SimpleNamespace:
+        rows = [{k: grammar(*v) if k == "grammar" else v for k, v in row.items()} for row in requests]
+        info = info_of([request(str(place), **row) for place, row in enumerate(rows)])
+        states = hidden(len(rows) * len(CHAIN))
+        drafts = torch.zeros(len(rows), len(CHAIN), dtype=torch.int64, device=states.device)
+        tree, batch, output = verification(info, head.lazy(states), CHAIN, drafts)
+        case = types.SimpleNamespace(tree=tree, batch=batch, output=output, states=states, mask=None, kwargs={})
+        case.runtime, case.state, case.script, case.original = hooks.runtime, head.state, script, Original()
+        case.sample = lambda: hooks.eagle_sample(case.original, tree, batch, output, case.mask, **case.kwargs)
+        return case
+
+    return make
 
 
-CASES = {
-    Reason.INACTIVE: lambda v: setattr(v.runtime, "inactive_reason", "off"),
-    Reason.LOGITS_COMPUTED: lambda v: v.output.next_token_logits.dense(),
-    Reason.UNKNOWN_ARGUMENT: lambda v: v.kwargs.update(uno_target_max_top_k=8),
-    Reason.UNKNOWN_ROWS: lambda v: setattr(v.verify_input, "draft_token_num", 3),
-    Reason.POSITIONS: lambda v: setattr(v.verify_input, "positions", v.verify_input.positions[:5]),
-    Reason.OUT_OF_MEMORY: lambda v: v.state.out_of_memory(1),
-    Reason.TOP_LOGPROBS: lambda v: vars(v.batch).update(return_logprob=True, top_logprobs_nums=[0, 2]),
-    Reason.SAMPLING_MASK: lambda v: v.use([request("0"), request("1", mask=True)]),
-    Reason.GRAMMAR: lambda v: (
-        setattr(v.runtime, "no_grammars_reason", "off"),
-        v.use([request("0", grammar=grammar(3))] * 2),
+def test_penalties_that_sglang_has_not_accumulated_change_no_draft(verify, head):
+    case = verify(SETTINGS[0] | {"frequency_penalty": 0.5})
+    assert case.batch.sampling_info.acc_additive_penalties is None
+    predict, _, _ = case.sample()
+    positions = 7 + torch.arange(4, device=case.states.device)
+    assert torch.equal(predict.long(), draws(head, case.states, 4, positions, settings=SETTINGS[:1]).token_ids)
+
+
+def test_counted_rows_are_requests_that_the_fused_pass_has_verified(hooks, verify):
+    verify({"top_p": 0.5}, {"temperature": 0.0}).sample()
+    words = r"fused 2 rows in 1 batches, 1 of the rows with top-k, top-p or min-p \(0 by a search\); CPU time of .*"
+    assert re.fullmatch(words, counted(hooks))
+
+
+def without_bias(case) -> None:
+    """A SamplingBatchInfo of an SGLang that has its biases elsewhere."""
+    fields = vars(case.batch.sampling_info).items()
+    case.batch.sampling_info = types.SimpleNamespace(**{name: value for name, value in fields if name != "logit_bias"})
+
+
+def with_logits(case, **of_runtime: Any) -> None:
+    """SGLang has computed the logits."""
+    case.output.next_token_logits = (case.states @ case.state.lm_head.weight.T)[:, :VOCAB]
+    vars(case.runtime).update(of_runtime)
+
+
+TWO, GRAMMARS = ({}, {}), ({"grammar": (3,)},) * 2
+MASK = types.SimpleNamespace(vocab_mask=torch.zeros(1, 9, dtype=torch.int32))
+# Batches that SGLang verifies: the requests, what is different, the reason that is counted.
+LEFT: dict[str, tuple[tuple, Callable, Reason]] = {
+    "inactive": (TWO, lambda case: setattr(case.runtime, "inactive_reason", "off"), Reason.INACTIVE),
+    "logits that were read": (TWO, lambda case: case.output.next_token_logits.dense(), Reason.LOGITS_COMPUTED),
+    "logits": (TWO, with_logits, Reason.LOGITS_COMPUTED),
+    "logits, inactive": (TWO, lambda case: with_logits(case, inactive_reason="failed"), Reason.INACTIVE),
+    "logits of another head": (TWO, lambda case: with_logits(case, _refused=["LoRA"]), Reason.INACTIVE),
+    "an argument": (TWO, lambda case: case.kwargs.update(uno_target_max_top_k=8), Reason.UNKNOWN_ARGUMENT),
+    "other nodes": (TWO, lambda case: setattr(case.tree, "draft_token_num", 3), Reason.UNKNOWN_ROWS),
+    "fewer positions": (TWO, lambda case: setattr(case.tree, "positions", case.tree.positions[:5]), Reason.POSITIONS),
+    "too large": (TWO, lambda case: case.state.out_of_memory(1), Reason.OUT_OF_MEMORY),
+    "no memory": (TWO, lambda case: setattr(case.script, "error", torch.OutOfMemoryError("")), Reason.OUT_OF_MEMORY),
+    "top logprobs": (
+        TWO,
+        lambda case: vars(case.batch).update(return_logprob=True, top_logprobs_nums=[0, 2]),
+        Reason.TOP_LOGPROBS,
     ),
+    "a sampling mask": (({}, {"mask": True}), lambda case: None, Reason.SAMPLING_MASK),
+    "grammars": (GRAMMARS, lambda case: setattr(case.runtime, "no_grammars_reason", "off"), Reason.GRAMMAR),
+    "a mask of another kind": (GRAMMARS, lambda case: setattr(case, "mask", MASK), Reason.ERROR),
+    "a draw that fails": (TWO, lambda case: setattr(case.script, "error", RuntimeError("no kernel")), Reason.ERROR),
+    "edits that fail": (({"logit_bias": {"3": 1.0}}, {}), without_bias, Reason.ERROR),
+    "drafts that fail": (TWO, lambda case: setattr(case.tree, "draft_token", None), Reason.ERROR),
+}
+# The failures after which SGLang verifies all that follow, or all with a grammar.
+SAID = {
+    "a mask of another kind": ("no_grammars_reason", "its mask is (1, 9) "),
+    "a draw that fails": ("inactive_reason", "RuntimeError: no kernel"),
+    "edits that fail": (
+        "inactive_reason",
+        "AttributeError: 'types.SimpleNamespace' object has no attribute",
+    ),
+    "drafts that fail": ("inactive_reason", "AttributeError: 'NoneType' object has no attribute 'reshape'"),
 }
 
 
-@needs_sglang
-@pytest.mark.parametrize("reason", CASES)
+@pytest.mark.parametrize("name", LEFT)
 def test_what_sglang_has_to_verify_it_gets_with_plain_logits_and_the_reason_is_counted(
-    hooks, head, info_of, hidden, reason, monkeypatch
+    hooks, verify, head, caplog, name
 ):
-    states = hidden(8)
-    info = info_of([request("0"), request("1")])
-    drafts = torch.zeros(2, 4, dtype=torch.int64, device=states.device)
-    verify_input, batch, output = verification(info, head.lazy(states), CHAIN, drafts)
-    case = types.SimpleNamespace(
-        runtime=hooks.runtime, state=head.state, verify_input=verify_input, batch=batch, output=output, kwargs={}
-    )
-    case.use = lambda requests: setattr(batch, "sampling_info", info_of(requests))
-    CASES[reason](case)
-    counted = []
-    monkeypatch.setattr(hooks.runtime.metrics, "add_batch", lambda *args: counted.append(args))
-    original = Original()
-    assert hooks.eagle_sample(original, verify_input, batch, output, None, **case.kwargs) == "SGLang's"
-    (call,) = original.calls
-    assert type(call[0]) is torch.Tensor and torch.equal(call[0], head.logits(states)) and call[3] == case.kwargs
-    ((routing, truncated, started),) = counted
-    assert dict(routing.counts) == {("native", reason): 2} and truncated == 0 and started is None
+    requests, change, reason = LEFT[name]
+    case = verify(*requests)
+    change(case)
+    before = vars(case.runtime).copy()
+    assert case.sample() == "SGLang's"
+    ((logits, mask, _, kwargs),) = case.original.calls
+    assert type(logits) is torch.Tensor and torch.equal(logits, head.logits(case.states))
+    assert mask is case.mask and kwargs == case.kwargs
+    assert counted(hooks) == f"SGLang's sampler ({reason}) 2 rows in 1 batches", "no truncated row, and no time of ours"
+    attribute, words = SAID.get(name, (None, ""))
+    for other in ("inactive_reason", "no_grammars_reason"):
+        said = getattr(case.runtime, other)
+        assert said.startswith(words) if other == attribute else said == before[other]
+    assert len(caplog.records) == (name in SAID or reason is Reason.OUT_OF_MEMORY)
 
 
-@needs_sglang
-@pytest.mark.parametrize("failing", ["draw", "edits_of_nodes", "follow_drafts"])
-def test_after_a_failure_sglang_verifies_this_batch_and_all_that_follow(
-    hooks, head, info_of, hidden, monkeypatch, failing
-):
-    from sgl_flashsample.sglang import speculation
-
-    def fail(*arguments):
-        raise RuntimeError("no kernel")
-
-    monkeypatch.setattr(speculation, failing, fail)
-    states = hidden(4)
-    drafts = torch.zeros(1, 4, dtype=torch.int64, device=states.device)
-    arguments = (info_of([request("0")]), head.lazy(states), CHAIN, drafts)
-    assert hooks.eagle_sample(Original(), *verification(*arguments)) == "SGLang's"
-    assert hooks.runtime.inactive_reason == "RuntimeError: no kernel"
-
-
-@needs_sglang
-def test_a_rank_without_memory_ends_the_step_instead_of_leaving_the_others_alone(
-    hooks, head, info_of, hidden, monkeypatch
-):
-    from sgl_flashsample.sglang import speculation
-
-    def no_memory(*arguments):
-        raise torch.OutOfMemoryError("a fault")
-
-    monkeypatch.setattr(speculation, "draw", no_memory)
-    drafts = torch.zeros(1, 4, dtype=torch.int64, device=hidden(4).device)
-    for exchange in (None, object()):
-        lazy = head.lazy(hidden(4))
-        lazy.source.exchange = exchange
-        arguments = verification(info_of([request("0")]), lazy, CHAIN, drafts)
-        if exchange is None:
-            assert hooks.eagle_sample(Original(), *arguments) == "SGLang's"
-            lazy.source._too_large = None
-        else:
-            with pytest.raises(torch.OutOfMemoryError):
-                hooks.eagle_sample(Original(), *arguments)
-
-
-@needs_sglang
-def test_a_mask_of_another_kind_leaves_grammars_to_sglang_and_nothing_else(hooks, head, info_of, hidden):
-    states = hidden(4)
-    info = info_of([request("0", grammar=grammar(3))])
-    drafts = torch.zeros(1, 4, dtype=torch.int64, device=states.device)
-    mask = types.SimpleNamespace(vocab_mask=torch.zeros(1, 9, dtype=torch.int32))
-    assert hooks.eagle_sample(Original(), *verification(info, head.lazy(states), CHAIN, drafts), mask) == "SGLang's"
-    assert hooks.runtime.inactive_reason is None and "its mask is (1, 9)" in hooks.runtime.no_grammars_reason
-
-
-@needs_sglang
-def test_counted_rows_are_requests_that_the_fused_pass_has_verified(hooks, head, info_of, hidden, monkeypatch):
-    counted = []
-    monkeypatch.setattr(hooks.runtime.metrics, "add_batch", lambda *args: counted.append(args))
-    states = hidden(8)
-    info = info_of([request("0", top_p=0.5), request("1", temperature=0.0)])
-    drafts = torch.zeros(2, 4, dtype=torch.int64, device=states.device)
-    hooks.eagle_sample(Original(), *verification(info, head.lazy(states), CHAIN, drafts))
-    ((routing, truncated, started),) = counted
-    assert dict(routing.counts) == {("fused", ""): 2} and truncated == 1 and started is not None
+def test_a_rank_without_memory_ends_the_step_instead_of_leaving_the_others_alone(verify, head, script):
+    script.error = torch.OutOfMemoryError("a fault")
+    case = verify({})
+    head.state.exchange = types.SimpleNamespace(rank=0, num_ranks=2)
+    with pytest.raises(torch.OutOfMemoryError):
+        case.sample()

@@ -369,6 +369,7 @@ def test_edits_are_read_wherever_this_step_has_them():
 EAGER_EDITS: dict[str, Callable[[LogitEdits], LogitEdits]] = {
     "flags of their own": lambda edits: dataclasses.replace(edits, rows=torch.full((2,), 3, dtype=torch.int32)),
     "an odd address": lambda edits: dataclasses.replace(edits, bias=torch.zeros(17)[1:].view(2, 8)),
+    "rows of every other column": lambda edits: dataclasses.replace(edits, bias=torch.zeros(2, 16)[:, ::2]),
 }
 
 
@@ -988,6 +989,15 @@ def test_a_prefill_in_a_slot_beyond_the_table_is_drawn_from_a_larger_table(prefi
     assert [prefills.step(2) for _ in range(SETTLED + 2)][-1] == "ready"
     assert prefills.step(2, first_slot=9000) == "launched"
     assert [prefills.step(2) for _ in range(SETTLED + 2)][-1] == "ready"
+
+
+def test_a_prefill_whose_slots_are_not_known_has_no_short_way(prefills):
+    assert [prefills.step(2) for _ in range(SETTLED + 2)][-1] == "ready"
+    hidden, positions = hidden_states(CPU, 2), torch.arange(2)
+    batch = Batch.of_requests([request(), request()], [1, 2], prefills.table, 1, True)
+    lazy = LazyLogits(hidden, VOCAB, prefills.state, lambda hidden: pytest.fail("logits"), prefills=True)
+    info = types.SimpleNamespace(**{BATCH_ATTRIBUTE: batch, "grammars": None})
+    assert replayed(time.perf_counter(), lazy, info, positions) is None
 
 
 @pytest.mark.parametrize("case", ["33 rows", "a bias", "a pipeline"])

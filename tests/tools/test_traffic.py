@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import heapq
 import itertools
 import json
 import math
@@ -9,6 +11,7 @@ import random
 import subprocess
 import sys
 import time
+import types
 from collections import Counter
 from pathlib import Path
 
@@ -23,12 +26,23 @@ from sgl_flashsample.tools.server import Server, ServerError
 
 pytest.importorskip("aiohttp")
 
-from sgl_flashsample.tools import traffic
+from sgl_flashsample.tools import traffic, traffic_client
 from sgl_flashsample.tools.samplings import SAMPLINGS
-from sgl_flashsample.tools.traffic_client import ANSWERS, MIX, PROMPTS, Clients, Plan, Report
+from sgl_flashsample.tools.traffic_client import (
+    ANSWERS,
+    CHUNK_TOKENS,
+    MIX,
+    PROMPTS,
+    TICK,
+    Clients,
+    Plan,
+    Report,
+    Requests,
+)
 
 LAB = Path(__file__).resolve().parents[1] / "lab"
 IDS = range(100, 900)
+CLOSED, POISSON = Plan("t1", IDS, clients=32), Plan("t1", IDS, rate=4.0)
 
 
 # --- the plan --------------------------------------------------------------------------------------------------------
@@ -91,27 +105,149 @@ def test_arrivals_are_a_poisson_process_of_the_rate():
 # --- what is called a difference --------------------------------------------------------------------------------------
 
 
-def cell_of(stock: list[float], ours: list[float], **options) -> traffic.TrafficCell:
+def cell_of(stock: list[float], ours: list[float]) -> traffic.TrafficCell:
     windows = {
         label: [traffic.Window(speed, (), ()) for speed in speeds] for label, speeds in ((STOCK, stock), (OURS, ours))
     }
-    return traffic.TrafficCell(Plan("t1", IDS, 4), windows, {}, **options)
+    return traffic.TrafficCell(POISSON, windows, {})
 
 
-@pytest.mark.parametrize("in_turns", [False, True])
-def test_the_interval_is_that_of_the_t_distribution(in_turns):
+def test_the_interval_of_windows_is_that_of_the_t_distribution():
     r = random.Random(3)
     stock = [1000 * math.exp(r.gauss(0, 0.03)) for _ in range(9)]
     ours = [1.06 * speed * math.exp(r.gauss(0, 0.01)) for speed in stock]
-    cell = cell_of(stock, ours, in_turns=in_turns)
+    cell = cell_of(stock, ours)
     logs = np.log(ours), np.log(stock)
-    test = scipy.stats.ttest_ind(*logs) if in_turns else scipy.stats.ttest_rel(*logs)
-    low, high = (math.exp(bound) for bound in test.confidence_interval(0.99))
+    low, high = (math.exp(bound) for bound in scipy.stats.ttest_rel(*logs).confidence_interval(0.99))
     row = cell.rows()[1]
     assert (row["ratio"]["low"], row["ratio"]["high"]) == pytest.approx((low, high), abs=1e-4)
     assert row["ratio"]["of"] == pytest.approx(math.exp(np.mean(logs[0]) - np.mean(logs[1])), abs=1e-4)
-    assert row["ratio"]["windows"] == 18 and row["tokens_s"] == pytest.approx(np.median(ours), abs=0.1)
+    assert row["ratio"]["windows"] == 18 and row["ratio"]["segments"] == 0
+    assert row["tokens_s"] == pytest.approx(np.median(ours), abs=0.1)
     assert cell.decided is (high - low <= 0.02)
+
+
+def curve_of(speeds: list[float], segment: float, before: float, after: float = 0.0) -> traffic.Curve:
+    """Tokens of segments at these speeds, after ``before`` tokens and before ``after`` seconds at the last speed."""
+    ends = np.cumsum([1.0, *(segment / speed for speed in speeds), max(after, TICK)])
+    tokens = [before + segment * place for place in range(len(speeds) + 1)] + [before + segment * (len(speeds) + 9)]
+    totals = np.interp(np.arange(0, ends[-2] + after + TICK / 2, TICK), [0.0, *ends], [0.0, *tokens])
+    return traffic.Curve(tuple(totals), before)
+
+
+def test_closed_loops_are_compared_by_equal_work():
+    """Curves with known speeds in segments whose bounds lie on ticks: the row has their ratio, speed and spread."""
+    stock = [1000.0, 500.0, 1000.0, 250.0, 500.0]
+    ours = [1000.0, 1000.0, 1000.0, 500.0, 500.0]
+    curves = {STOCK: curve_of(stock, 1000.0, 300.0), OURS: curve_of(ours, 1000.0, 300.0, after=3.0)}
+    same = [traffic.Window(77.0, (), ())] * 2
+    cell = traffic.TrafficCell(CLOSED, {STOCK: same, OURS: same}, {}, curves)
+    assert cell.segments == {STOCK: pytest.approx(stock), OURS: pytest.approx(ours)}
+    rows, logs = cell.rows(), (np.log(ours), np.log(stock))
+    low, high = (math.exp(bound) for bound in scipy.stats.ttest_rel(*logs).confidence_interval(0.99))
+    assert (rows[1]["ratio"]["low"], rows[1]["ratio"]["high"]) == pytest.approx((low, high), abs=1e-4)
+    assert rows[1]["ratio"]["segments"] == 5 and rows[1]["ratio"]["windows"] == 4
+    assert [row["tokens_s"] for row in rows] == [pytest.approx(5000 / 10, abs=0.1), pytest.approx(5000 / 7, abs=0.1)]
+    assert rows[0]["spread"] == traffic.Timing.of(stock).spread
+
+
+@pytest.mark.parametrize("before, number", [(300.0, 4), (3300.0, 0), (9300.0, 0)], ids=["4 s", "1 s", "none"])
+def test_without_enough_common_work_there_is_no_ratio(before, number):
+    """Ours was filled after so many tokens, stock after 300; stock answered 4 s of work."""
+    curves = {STOCK: curve_of([1000.0] * 4, 1000.0, 300.0), OURS: curve_of([1000.0] * 4, 1000.0, before)}
+    windows = [traffic.Window(1000.0, (), ())] * 4
+    cell = traffic.TrafficCell(CLOSED, {STOCK: windows, OURS: windows}, {}, curves)
+    assert cell.rows()[1]["ratio"]["segments"] == number
+    assert (cell.ratio is None) is (number == 0) and cell.decided is (number > 0)
+    assert cell.rows()[0]["tokens_s"] == pytest.approx(1000.0, abs=0.1)
+
+
+def served(
+    requests: tuple[np.ndarray, np.ndarray], speed: float, rng: np.random.Generator
+) -> tuple[traffic.Curve, list[traffic.Window]]:
+    """A made server that is stopped eight times at random: its curve, and its windows of 3 s. requests: tokens of
+    prompts and of answers.
+
+    A step takes longer with more rows and pauses for prefill, its time is noisy, and some steps stall. A request joins
+    in the first or the second step after the last one of its client has ended.
+    """
+    steps = 3300
+    chunks, rows, prefill = np.zeros((2, steps)), np.zeros(steps + 1), np.zeros(steps)  # chunks: by client process
+    free = [0] * CLOSED.clients
+    waits = rng.integers(0, 2, len(requests[0]))
+    for number, (prompt, tokens, wait) in enumerate(zip(*(each.tolist() for each in (*requests, waits)), strict=True)):
+        if (begin := heapq.heappop(free) + wait) >= steps:
+            break
+        end, interval = begin + tokens, 1 if CLOSED.streams(number) else CHUNK_TOKENS
+        prefill[begin] += prompt
+        rows[begin] += 1
+        rows[min(end, steps)] -= 1
+        mine = chunks[number % 2]
+        mine[begin] += 1
+        mine[begin + interval : end : interval] += interval
+        if (rest := (tokens - 1) % interval) and end <= steps:
+            mine[end - 1] += rest
+        heapq.heappush(free, end)
+    seconds = 0.006 + 5e-5 * np.cumsum(rows[:-1]) + np.where(prefill > 0, 0.04 + 1e-4 * prefill, 0.0)
+    seconds *= np.exp(rng.normal(0, 0.05, steps))
+    seconds += np.where(rng.random(steps) < 0.002, rng.exponential(0.02, steps), 0.0)
+    times = np.cumsum(seconds / speed)
+    turns = [3 + 2 * rng.random()]  # running times; at the first one the server is filled
+    for _ in range(8):
+        times[times >= turns[-1]] += 0.03 * rng.random()  # the first step after a stop takes longer
+        turns.append(turns[-1] + 3.5 + 0.5 * rng.random())
+    assert times[-1] > turns[-1]
+    bounds, totals = TICK * np.arange(int(turns[-1] / TICK) + 1), np.cumsum(chunks.sum(0))
+
+    def total(at: float) -> float:
+        return float(totals[np.searchsorted(times, at) - 1])
+
+    windows = [traffic.Window((total(turn + 3.5) - total(turn + 0.5)) / 3, (), ()) for turn in turns[:-1]]
+    return traffic.Curve.of([np.histogram(times, bounds, weights=part)[0] for part in chunks], total(turns[0])), windows
+
+
+@pytest.mark.parametrize("faster", [1.0, 1.05])
+def test_equal_work_tells_apart_what_windows_do_not(faster):
+    """100 cells of two made servers: the 99 % interval holds the true ratio, and is at most a third as wide as that of
+    windows, which spread by 8 %."""
+    rng, held, widths = np.random.default_rng(7), 0, []
+    for _ in range(100):
+        prompts, answers = (rng.integers(least, most + 1, 900) for least, most in (PROMPTS, ANSWERS))
+        cut = 1.0 - rng.random(CLOSED.clients)
+        answers[: CLOSED.clients] = np.ceil(answers[: CLOSED.clients] * cut)
+        (stock, of_stock), (ours, of_ours) = (served((prompts, answers), speed, rng) for speed in (1.0, faster))
+        about = {STOCK: of_stock, OURS: of_ours}, {}, {STOCK: stock, OURS: ours}
+        work, windows = (traffic.TrafficCell(plan, *about).ratio for plan in (CLOSED, POISSON))
+        held += work.low <= faster - 1 <= work.high
+        widths.append((work.high - work.low, windows.high - windows.low))
+    assert held >= 95
+    of_work, of_windows = np.median(widths, axis=0)
+    assert of_work <= of_windows / 3
+
+
+def test_tokens_count_in_the_tick_of_running_time_in_which_they_arrived(monkeypatch):
+    """A stop of 5 s does not count, and a tick that is not over is not told."""
+    now = 100.0
+    monkeypatch.setattr(traffic_client, "time", types.SimpleNamespace(monotonic=lambda: now))
+
+    async def run() -> None:
+        nonlocal now
+        requests = Requests(None, 0, CLOSED._replace(clients=0), 0, 1)
+        for after, act in (
+            (0.05, lambda: requests._note(requests._now(), 3)),
+            (0.12, lambda: requests._note(requests._now(), 4)),
+            (0.08, requests.pause),
+            (5.00, lambda: requests._note(requests._now(), 5)),
+            (0.00, requests.resume),
+            (0.17, lambda: requests._note(requests._now(), 6)),
+            (0.03, lambda: None),
+        ):
+            now += after
+            act()
+        assert requests.arrived() == [3, 4, 5, 0]
+        requests.end()
+
+    asyncio.run(run())
 
 
 def test_equal_servers_are_called_different_as_often_as_stated():
@@ -236,9 +372,13 @@ def test_a_window_measures_one_server_while_the_other_one_stands_still(answering
             return watched(side, *values)
 
         monkeypatch.setattr(traffic.Side, "window", window)
+        began = time.monotonic()
         cell = traffic.measure({STOCK: stock, OURS: ours}, clients, plan, 4.0, window=0.4)
+        took = time.monotonic() - began
         assert state(stock) != "T" != state(ours), "afterwards none does"
     assert len(standing) >= 4 and all(one == {STOCK, OURS} for one in standing)
+    ran = [TICK * (len(curve.totals) - 1) for curve in cell.curves.values()]
+    assert sum(ran) < took and all(seconds > 0.5 * len(cell.windows[OURS]) - TICK for seconds in ran)
     rows = cell.rows()
     if plan.clients:
         assert all(0.1 < row["tokens_s"] * step / 8 < 1.1 for row, step in zip(rows, (0.020, 0.016), strict=True))

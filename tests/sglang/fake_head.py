@@ -1,0 +1,99 @@
+"""A ``Head`` for tests of the SGLang layer: it notes its draws, fails where it is told to, and on a CPU draws by the
+reference, in milliseconds."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from kernel_cases import edited_ref, reference
+
+from sgl_flashsample.dispatch import DispatchTable
+from sgl_flashsample.head import Head
+from sgl_flashsample.kernels.params import BatchParams, LMHead, LogitsSpec, SampleOutput
+from sgl_flashsample.kernels.reference import transform_ref
+from sgl_flashsample.kinds import SamplingPath
+from sgl_flashsample.selfcheck import Checked
+
+
+class Call(NamedTuple):
+    """One call of ``Head.draw``. screened: the head had a screen."""
+
+    rows: int
+    params: BatchParams
+    return_logprob: bool
+    path: str | None
+    screened: bool
+
+
+@dataclasses.dataclass
+class Script:
+    """The part of fake heads in a test. calls: the draws so far, failed ones too. error: raised by each draw of
+    ``smallest`` rows or more, of a head with a screen alone where ``screened`` is set. check: the result of
+    ``Head.check`` for a table; when None, everything is right."""
+
+    calls: list[Call] = dataclasses.field(default_factory=list)
+    error: Exception | None = None
+    smallest: int = 1
+    screened: bool = False
+    check: Callable[[DispatchTable], Checked] | None = None
+
+
+class FakeHead(Head):
+    """On a GPU the kernels draw, and ``check`` compares nothing there either."""
+
+    def __init__(self, lm_head: LMHead | torch.Tensor, *, script: Script | None = None, **options: Any) -> None:
+        super().__init__(lm_head, **options)
+        self.script = Script() if script is None else script
+
+    def draw(
+        self,
+        hidden: torch.Tensor,
+        params: BatchParams,
+        *,
+        return_logprob: bool = False,
+        path: SamplingPath | str | None = None,
+    ) -> SampleOutput:
+        script, has_screen = self.script, self.screen is not None
+        script.calls.append(Call(len(hidden), params, return_logprob, path, has_screen))
+        if script.error is not None and len(hidden) >= script.smallest and (has_screen or not script.screened):
+            raise script.error
+        if hidden.is_cuda:
+            return super().draw(hidden, params, return_logprob=return_logprob, path=path)
+        lm_head = self.lm_head
+        return _drawn(hidden.double() @ lm_head.weight.double().T, lm_head.spec, params, return_logprob)
+
+    def draw_from_logits(
+        self,
+        logits: torch.Tensor,
+        params: BatchParams,
+        *,
+        vocab_size: int | None = None,
+        return_logprob: bool = False,
+    ) -> SampleOutput:
+        if logits.is_cuda:
+            return super().draw_from_logits(logits, params, vocab_size=vocab_size, return_logprob=return_logprob)
+        spec = dataclasses.replace(self.lm_head.spec, vocab_size=vocab_size or self.lm_head.vocab_size)
+        return _drawn(logits.double(), spec, params, return_logprob)
+
+    def check(self, max_rows: int, *, bool_masks: bool = False) -> Checked:
+        checked = Checked(self.table, None, ()) if self.script.check is None else self.script.check(self.table)
+        self.table = checked.table
+        if checked.unscreened is not None:
+            self.screen = None
+        return checked
+
+
+def _drawn(dots: torch.Tensor, spec: LogitsSpec, params: BatchParams, return_logprob: bool) -> SampleOutput:
+    """The reference's draw from ``[B, V]`` float64 products with the weight."""
+    assert spec.shards == 1 and spec.logits_dtype is not None
+    columns = dots[:, : spec.vocab_size]
+    logits = transform_ref(columns, spec.logits_dtype, logit_scale=spec.logit_scale, softcap=spec.softcap)
+    if params.edits is not None:
+        edits = params.edits.part(0, len(logits))  # a row of edits per row of the batch
+        logits = edited_ref(logits, edits)
+    want = reference(logits, params)
+    logprobs = want.logprob_low.float() if return_logprob else None
+    return SampleOutput(want.token, logprobs, torch.zeros(len(logits)))
