@@ -17,6 +17,7 @@ from .kernels.params import BatchParams, LMHead, LogitsSpec, SampleOutput
 from .kernels.sample_logits import read_slots
 from .kernels.workspace import Workspace
 from .kinds import BatchKind, SamplingPath
+from .logprobs import Logprobs, WantedLogprobs
 from .screen import Screen
 from .tables.lookup import resolve
 
@@ -202,6 +203,26 @@ class Head:
             return True
         largest = params.truncation.max_top_k
         return largest is not None and largest <= self._parts.truncation_config.max_small_top_k
+
+    def draw_with_logprobs(
+        self, hidden: torch.Tensor, params: BatchParams, wanted: WantedLogprobs
+    ) -> tuple[SampleOutput, Logprobs]:
+        """``draw``, with the logprobs of the likeliest ids and of given ids.
+
+        The batch takes a GEMM, and its logits, ``[B, V]``, are kept for the readers in scratch of the head. Logprobs
+        are those of the edited logits before truncation, at the temperature of the draw, 1 on greedy rows;
+        ``wanted.original``: 1 on all. ``SampleOutput.logprobs`` and ``log_mass`` are None then. Never synchronises.
+        Raises ValueError as ``draw``, for another ``top`` than 0 to 128, and for a head that is a shard of the
+        vocabulary.
+        """
+        check_rows("hidden", hidden)
+        check_params(params)
+        lm_head = self.lm_head
+        self._table.check(lm_head)
+        if lm_head.shards > 1:
+            raise ValueError("the head is a shard of the vocabulary; expected the whole one")
+        with paths.on_device_of(hidden):
+            return paths.launch_with_logprobs(hidden, params, self._parts, wanted)
 
     def draw_from_logits(
         self,

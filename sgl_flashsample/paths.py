@@ -19,11 +19,13 @@ from .flashinfer_path import draw_with_flashinfer
 from .kernels.config import DEFAULT_TRUNCATION, ReadConfig, ScreenConfig, TruncationConfig
 from .kernels.launch import is_compiling_only
 from .kernels.lm_head_sample import lm_head_sample, workspace_slots
+from .kernels.logit_summary import LogitRows
 from .kernels.params import BatchParams, LMHead, LogitsSpec, SampleOutput
 from .kernels.sample_logits import read_slots, sample_logits
 from .kernels.screened_sample import screened_sample
 from .kernels.workspace import Workspace
 from .kinds import BatchKind, Config, SamplingPath
+from .logprobs import Logprobs, WantedLogprobs, read_logprobs
 from .screen import Screen, unsupported_head
 
 
@@ -97,6 +99,32 @@ def launch(
         workspace=workspace,
         truncation_config=truncation_config,
     )
+
+
+def launch_with_logprobs(
+    hidden: torch.Tensor,  # [B, D], the weight's dtype
+    params: BatchParams,
+    parts: Parts,
+    wanted: WantedLogprobs,
+) -> tuple[SampleOutput, Logprobs]:
+    """Draw one token per row from the logits of a GEMM, and read the logprobs that are wanted from them. Raises
+    ValueError for arguments that do not fit."""
+    head, num_rows = parts.lm_head, max(1, hidden.shape[0])
+    config = default_config_on(HeadTraits.of(head), SamplingPath.LOGITS, num_rows, BatchKind.of(params))
+    assert isinstance(config, ReadConfig)
+    workspace = parts.workspace or Workspace(slots_for(config, head, num_rows), hidden.device)
+    logits = compute_logits(hidden, head, workspace)
+    drawn = sample_logits(
+        logits,
+        head.spec,
+        params,
+        config,
+        return_logprob=not wanted.original,
+        workspace=workspace,
+        truncation_config=parts.truncation_config,
+    )
+    rows = LogitRows(logits, head.spec, params, original=wanted.original)
+    return drawn, read_logprobs(rows, drawn.token_ids, wanted, None if wanted.original else drawn)
 
 
 def launch_flashinfer(hidden: torch.Tensor, params: BatchParams, parts: Parts) -> SampleOutput:
