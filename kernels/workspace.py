@@ -150,6 +150,11 @@ class Workspace:
         self._gemm: torch.Tensor | None = None
 
     @property
+    def held(self) -> tuple[object, ...]:
+        """The buffers that a launch may write to and that a larger batch replaces: a captured graph needs them."""
+        return self.last_buffer, self._gemm
+
+    @property
     def num_bytes(self) -> int:
         """Device memory that this holds, buffers of logits included."""
         tensors = [*self.splits, *(tensor for buffer in self._buffers.values() for tensor in buffer.operands)]

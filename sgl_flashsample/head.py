@@ -15,7 +15,7 @@ from .flashinfer_path import FlashInferError, give_up, unsupported_batch
 from .kernels.config import ReadConfig
 from .kernels.params import BatchParams, LMHead, LogitsSpec, SampleOutput
 from .kernels.sample_logits import read_slots
-from .kernels.workspace import Workspace
+from .kernels.workspace import LogprobWorkspace, Workspace
 from .kinds import BatchKind, SamplingPath
 from .logprobs import Logprobs, WantedLogprobs
 from .screen import Screen
@@ -65,6 +65,7 @@ class Head:
         self._parts = paths.Parts.of(lm_head, screen, self._table, workspace)
         self.max_rows, self._searched, self._announces_changes = 0, searched, announces_changes
         self._rows_workspace: Workspace | None = None
+        self._logprob_workspace: LogprobWorkspace | None = None
         if max_rows:
             self.grow(max_rows)
 
@@ -117,8 +118,13 @@ class Head:
 
     @property
     def workspaces(self) -> list[Workspace]:
-        """The scratch of all draws, but that of the screen."""
+        """The scratch of all draws, but that of the screen and of logprobs."""
         return [one for one in (self._parts.workspace, self._rows_workspace) if one is not None]
+
+    @property
+    def logprob_workspace(self) -> LogprobWorkspace | None:
+        """The scratch of logprobs beside those of tokens; None before ``reserve_logprobs``."""
+        return self._logprob_workspace
 
     @property
     def searched(self) -> torch.Tensor | None:
@@ -130,6 +136,7 @@ class Head:
         """Device memory that the scratch and the screen take."""
         screen = self.screen
         scratch = sum(workspace.num_bytes for workspace in self.workspaces)
+        scratch += 0 if self._logprob_workspace is None else self._logprob_workspace.num_bytes
         return scratch + (0 if screen is None or screen.closed else screen.num_bytes)
 
     def draw(
@@ -222,7 +229,21 @@ class Head:
         if lm_head.shards > 1:
             raise ValueError("the head is a shard of the vocabulary; expected the whole one")
         with paths.on_device_of(hidden):
-            return paths.launch_with_logprobs(hidden, params, self._parts, wanted)
+            workspace = self._logprob_workspace
+            if workspace is not None and workspace.max_rows < len(hidden):
+                workspace = None
+            return paths.launch_with_logprobs(hidden, params, self._parts, wanted, workspace)
+
+    def reserve_logprobs(self, max_rows: int) -> None:
+        """Make scratch for ``draw_with_logprobs`` of up to ``max_rows`` rows, where there is not enough: it then
+        allocates its results alone."""
+        lm_head, held = self.lm_head, self._logprob_workspace
+        if held is not None and held.max_rows >= max_rows and held.vocab_size == lm_head.vocab_size:
+            return
+        device = lm_head.weight.device
+        self._logprob_workspace = LogprobWorkspace(max_rows, lm_head.vocab_size, device)
+        if self._parts.workspace is not None:
+            self._parts.workspace.gemm(max_rows, lm_head.weight.shape[0], paths.gemm_dtype(lm_head))
 
     def draw_from_logits(
         self,

@@ -29,6 +29,12 @@ class WantedLogprobs(NamedTuple):
     token_ids: torch.Tensor | None = None
     original: bool = False
 
+    def first(self, num_rows: int) -> WantedLogprobs:
+        """Those of the first rows."""
+        counts, ids = self.counts, self.token_ids
+        ids = ids if ids is None or len(ids) == 1 else ids[:num_rows]
+        return self._replace(counts=None if counts is None else counts[:num_rows], token_ids=ids)
+
 
 class Logprobs(NamedTuple):
     """of_tokens: ``[B]`` float32, of each row's token. top: the likeliest ids. of_ids: ``[B, m]`` float32, of given
@@ -37,6 +43,11 @@ class Logprobs(NamedTuple):
     of_tokens: torch.Tensor
     top: TopLogprobs | None
     of_ids: torch.Tensor | None
+
+    def first(self, num_rows: int) -> Logprobs:
+        """Those of the first rows."""
+        top = None if self.top is None else TopLogprobs(*(None if one is None else one[:num_rows] for one in self.top))
+        return Logprobs(self.of_tokens[:num_rows], top, None if self.of_ids is None else self.of_ids[:num_rows])
 
 
 def read_logprobs(

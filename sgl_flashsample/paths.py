@@ -23,7 +23,7 @@ from .kernels.logit_summary import LogitRows
 from .kernels.params import BatchParams, LMHead, LogitsSpec, SampleOutput
 from .kernels.sample_logits import read_slots, sample_logits
 from .kernels.screened_sample import screened_sample
-from .kernels.workspace import Workspace
+from .kernels.workspace import LogprobWorkspace, Workspace
 from .kinds import BatchKind, Config, SamplingPath
 from .logprobs import Logprobs, WantedLogprobs, read_logprobs
 from .screen import Screen, unsupported_head
@@ -106,24 +106,25 @@ def launch_with_logprobs(
     params: BatchParams,
     parts: Parts,
     wanted: WantedLogprobs,
+    workspace: LogprobWorkspace | None = None,
 ) -> tuple[SampleOutput, Logprobs]:
     """Draw one token per row from the logits of a GEMM, and read the logprobs that are wanted from them. Raises
     ValueError for arguments that do not fit."""
     head, num_rows = parts.lm_head, max(1, hidden.shape[0])
     config = default_config_on(HeadTraits.of(head), SamplingPath.LOGITS, num_rows, BatchKind.of(params))
     assert isinstance(config, ReadConfig)
-    workspace = parts.workspace or Workspace(slots_for(config, head, num_rows), hidden.device)
-    logits = compute_logits(hidden, head, workspace)
+    scratch = parts.workspace or Workspace(slots_for(config, head, num_rows), hidden.device)
+    logits = compute_logits(hidden, head, scratch)
     drawn = sample_logits(
         logits,
         head.spec,
         params,
         config,
         return_logprob=not wanted.original,
-        workspace=workspace,
+        workspace=scratch,
         truncation_config=parts.truncation_config,
     )
-    rows = LogitRows(logits, head.spec, params, original=wanted.original)
+    rows = LogitRows(logits, head.spec, params, original=wanted.original, workspace=workspace)
     return drawn, read_logprobs(rows, drawn.token_ids, wanted, None if wanted.original else drawn)
 
 

@@ -12,11 +12,13 @@ import torch
 from ..kernels.gather_rows import StagedBatch
 from ..kernels.launch import num_binaries
 from ..kernels.params import BatchParams, Edit, LogitEdits, SampleOutput
+from ..logprobs import WantedLogprobs
 from .batch import BATCH_ATTRIBUTE, SLOTS_ATTRIBUTE, Batch, DrawKind
 from .head import STAGED_ROWS, HeadState
 from .lazy_logits import LazyLogits
+from .logprobs import AskedLogprobs
 from .row_table import TOP_K_BOUNDS, RowTable
-from .step_graphs import EditPlaces, Launched, NextBatch, StepGraphs, can_be_captured
+from .step_graphs import Drawn, EditPlaces, Launched, NextBatch, StepGraphs, can_be_captured
 
 logger = logging.getLogger("sgl_flashsample")
 
@@ -35,7 +37,8 @@ PREPARES_NOTHING = "flashsample: CUDA graphs of the sampling step are captured i
 class Step(NamedTuple):
     """The inputs of a draw beside hidden states. slots: ``[B]``, the slots of the requests. positions: ``[B * nodes]``.
     edits: of ``B * nodes`` rows; where they have no ``rows``, the flags are those of the requests. nodes: rows of each
-    request, the nodes of its tree of drafts; None where there are no drafts, and each request has one row."""
+    request, the nodes of its tree of drafts; None where there are no drafts, and each request has one row. asked: the
+    logprobs beside those of the tokens."""
 
     batch: Batch
     slots: torch.Tensor
@@ -43,6 +46,7 @@ class Step(NamedTuple):
     edits: LogitEdits | None
     return_logprob: bool
     nodes: int | None = None
+    asked: AskedLogprobs | None = None
 
     @property
     def kind(self) -> DrawKind:
@@ -105,7 +109,7 @@ def _is_staged(stage: torch.Tensor, hidden: torch.Tensor, slots: torch.Tensor, p
     )
 
 
-def draw(lazy: LazyLogits, step: Step) -> SampleOutput:
+def draw(lazy: LazyLogits, step: Step) -> Drawn:
     """One token per row of ``lazy.hidden``: by a CUDA graph where there is one for such a step, else by launches."""
     known = num_binaries()
     drawn = _draw(lazy, step)
@@ -113,16 +117,19 @@ def draw(lazy: LazyLogits, step: Step) -> SampleOutput:
     return drawn
 
 
-def _draw(lazy: LazyLogits, step: Step) -> SampleOutput:
+def _draw(lazy: LazyLogits, step: Step) -> Drawn:
     state: HeadState = lazy.source
-    hidden, captured, edits = lazy.hidden, lazy.captured, step.edits
+    hidden, captured, edits, asked = lazy.hidden, lazy.captured, step.edits, step.asked
     num_rows = hidden.shape[0]
-    staged = captured is None and lazy.prefills and edits is None and step.nodes is None
+    staged = captured is None and lazy.prefills and edits is None and asked is None and step.nodes is None
     if staged:
         captured = state.stage_for(num_rows)
         staged = captured is not None and _is_staged(captured, hidden, step.slots, step.positions)
         captured = captured if staged else None
-    if edits is not None and (state.copies_tokens or not can_be_captured(edits, num_rows, hidden.device)):
+    # In a pipeline, what a graph is told may be overwritten before it has run.
+    if (edits is not None or asked is not None) and state.copies_tokens:
+        captured = None
+    if edits is not None and not can_be_captured(edits, num_rows, hidden.device):
         captured = None
     padded = hidden if captured is None else captured  # a graph draws all rows of SGLang's, padding too
     state.update(padded.shape[0])
@@ -131,6 +138,7 @@ def _draw(lazy: LazyLogits, step: Step) -> SampleOutput:
     table = step.batch.table
     if table.is_too_small:
         table.write()
+    wanted = None if asked is None else state.wanted(asked, len(padded))
     graphs = None if captured is None else state.step_graphs(padded.shape[0], step.kind, edits is not None)
     keyed, gathers = None, staged
     if graphs is not None:
@@ -139,12 +147,13 @@ def _draw(lazy: LazyLogits, step: Step) -> SampleOutput:
         gathers = staged or (step.nodes is None and not lazy.prefills and state.inputs is not None)
         # The batch is drawn with its noise, whatever FlashInfer could do.
         kind, mix = step.kind._replace(distribution_only=False), step.batch.mix
+        logprobs = step.return_logprob if wanted is None else wanted
         keyed = graphs.find(
-            lambda batch: _launches(state, padded, kind, edits, step.return_logprob, table if gathers else None, batch),
+            lambda batch: _launches(state, padded, kind, edits, logprobs, table if gathers else None, batch),
             padded,
             kind,
             edits,
-            step.return_logprob,
+            step.return_logprob if asked is None else asked.layout,
             table.lines if gathers else None,
             mix if not (mix.is_native or mix.edits or step.return_logprob) else None,
             staged,
@@ -152,7 +161,8 @@ def _draw(lazy: LazyLogits, step: Step) -> SampleOutput:
     if keyed is None:
         gather(state, step, num_rows)
         state.counts.launched += not lazy.prefills
-        return launch(state, hidden, params_of(state, step.kind, step.edits, num_rows), step.return_logprob).out
+        logprobs = step.return_logprob if wanted is None else wanted.first(num_rows)
+        return Drawn.of(launch(state, hidden, params_of(state, step.kind, step.edits, num_rows), logprobs))
     if staged:
         table.hand_over(keyed.next_batch, hidden, step.slots, step.positions)
     elif gathers:
@@ -170,7 +180,7 @@ def _launches(
     padded: torch.Tensor,
     kind: DrawKind,
     edits: LogitEdits | None,
-    return_logprob: bool,
+    logprobs: bool | WantedLogprobs,
     table: RowTable | None,
     batch: NextBatch | None = None,
 ) -> Launched:
@@ -187,7 +197,7 @@ def _launches(
         assert state.inputs is not None
         given = Edit(0) if edits is None else edits.given
         table.gather(state.inputs.slots[:rows], state.inputs.positions[:rows], state.rows, edits=given)
-    return launch(state, padded, params_of(state, kind, edits, rows), return_logprob, retry=False)
+    return launch(state, padded, params_of(state, kind, edits, rows), logprobs, retry=False)
 
 
 def gather(state: HeadState, step: Step, rows: int) -> None:
@@ -264,24 +274,33 @@ def _prepare(
 
 
 def launch(
-    state: HeadState, hidden: torch.Tensor, params: BatchParams, return_logprob: bool, *, retry: bool = True
+    state: HeadState,
+    hidden: torch.Tensor,
+    params: BatchParams,
+    logprobs: bool | WantedLogprobs,
+    *,
+    retry: bool = True,
 ) -> Launched:
-    """One token per row, by launches. Where ranks share the head, each draws from its part, in its own way, and they
-    exchange the draws; for truncated batches they exchange whole rows of logits. retry: a draw that fails is tried in
-    another way (``HeadState.step_down``), as other ranks wait for the exchange."""
+    """One token per row, by launches. logprobs: also those of the tokens; or which ones, of a head without ranks. Where
+    ranks share the head, each draws from its part, in its own way, and they exchange the draws; for truncated batches
+    they exchange whole rows of logits. retry: a draw that fails is tried in another way (``HeadState.step_down``), as
+    other ranks wait for the exchange."""
     exchange = state.exchange
+    if isinstance(logprobs, WantedLogprobs):
+        out, read = state.head.draw_with_logprobs(hidden, params, logprobs)
+        return Launched(out, state.head.logprob_workspace, read)
     if exchange is not None and (params.truncation is not None or state.whole_rows):
         scratch: list[Any] = []
 
         def draw_rows(logits: torch.Tensor, params: BatchParams) -> SampleOutput:
-            drawn = state.sample_rows(logits, params, return_logprob)
+            drawn = state.sample_rows(logits, params, logprobs)
             scratch.extend((drawn, params))
             return drawn
 
         return Launched(exchange.draw_rows(state.logits_of_shard(hidden), params, draw_rows), scratch)
     while True:
         try:
-            drawn = state.head.draw(hidden, params, return_logprob=return_logprob, path=state.path)
+            drawn = state.head.draw(hidden, params, return_logprob=logprobs, path=state.path)
             break
         except Exception as error:
             if not retry or not state.step_down(error):

@@ -16,11 +16,13 @@ from ..kernels.merge_ranks import merge_records, no_record, pack_record
 from ..kernels.params import BatchParams, LMHead, SampleOutput
 from ..kernels.rng import GROUP_SIZE
 from ..kinds import BatchKind, SamplingPath
+from ..logprobs import WantedLogprobs
 from ..screen import Screen
 from ..selfcheck import MAX_COMPILED_ROWS, compare_rows_with_reference
 from . import support
 from .batch import DrawKind
 from .exchange import Exchange
+from .logprobs import AskedLogprobs, LogprobInputs
 from .metrics import DeviceCounters
 from .screen_lifecycle import HeadScreen
 from .step_graphs import RETRY_SECONDS, Capture, CudaCapture, StepCounts, StepGraphs
@@ -74,6 +76,7 @@ class HeadState:
         self.was_recaptured = False
         self.rows = RowBuffers.allocate(0, lm_head.weight.device)
         self.inputs: GraphInputs | None = None
+        self._logprob_inputs: LogprobInputs | None = None
         self.stages: dict[int, torch.Tensor] = {}
         self.counts = StepCounts()
         self.full_step_at = 0.0
@@ -90,6 +93,7 @@ class HeadState:
         if fingerprint != self._fingerprint:
             table, head.screen, self.graphs = head.table, None, None
             head.replace(self._current_head())
+            self._logprob_inputs = None
             if head.table is not table:
                 self.table_file = None
             self._fingerprint = fingerprint
@@ -108,6 +112,17 @@ class HeadState:
             # A pause begins or ends: the graphs of before wait for the next time.
             (screen, graphs), self._waiting = self._waiting, (head.screen, self._graphs)
             head.screen, self._graphs = serving, graphs if screen is serving else None
+
+    def wanted(self, asked: AskedLogprobs, num_rows: int) -> WantedLogprobs:
+        """The logprobs that a step of ``num_rows`` rows, padding included, asks the head for, with scratch for them:
+        what graphs read is at one place."""
+        inputs = self._logprob_inputs
+        if inputs is None or inputs.max_rows < num_rows:
+            rows = max(num_rows, *self.captured, 1)
+            inputs = self._logprob_inputs = LogprobInputs(rows, self.head.lm_head.weight.device)
+            self.graphs = None
+            self.head.reserve_logprobs(rows)
+        return inputs.load(asked, num_rows)
 
     @property
     def graphs(self) -> StepGraphs | None:

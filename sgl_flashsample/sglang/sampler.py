@@ -12,7 +12,6 @@ import torch
 from sglang.srt.layers.sampler import Sampler
 from sglang.srt.runtime_context import get_exec
 
-from ..kernels.params import SampleOutput
 from .batch import (
     BATCH_ATTRIBUTE,
     PREPROCESS_ATTRIBUTE,
@@ -29,8 +28,10 @@ from .batch import (
 )
 from .draw import Step, draw, replayed
 from .lazy_logits import LazyLogits, plain
+from .logprobs import AskedLogprobs
 from .row_table import NEED_FLAGS, Reason
 from .runtime import Runtime
+from .step_graphs import Drawn
 
 _NO_PENALIZERS = types.SimpleNamespace(is_required=False, filter=lambda keep_indices: None)
 # Lists of LogitsProcessorOutput with an entry per row. SGLang copies these tensors to the host one by one and then asks
@@ -138,6 +139,7 @@ class FlashSampler(Sampler):
             call.return_logprob,
             call.top_logprobs_nums,
             call.token_ids_logprobs,
+            fuse_logprobs=lazy.source.exchange is None,
         )
         if routing.native and not routing.all_native and runtime.no_mixing_reason is not None:
             raise Unserved(Reason.ERROR)
@@ -163,7 +165,11 @@ class FlashSampler(Sampler):
             edits = edits_of(batch, routing, call.sampling_info, lazy.hidden.device)
             slots = getattr(call.sampling_info, SLOTS_ATTRIBUTE)
             # Its cost hardly depends on the number of rows: drawing for all is cheaper than leaving some out.
-            out = draw(lazy, Step(batch, slots, call.positions, edits, call.return_logprob))
+            asked = None
+            if call.return_logprob and lazy.source.exchange is None:
+                original = runtime.settings.original_logprobs
+                asked = AskedLogprobs.of(routing.native, call.top_logprobs_nums, call.token_ids_logprobs, original)
+            drawn = draw(lazy, Step(batch, slots, call.positions, edits, call.return_logprob, asked=asked))
         except GrammarError as error:  # its rows are SGLang's from the next step on
             runtime.stop_grammars(str(error), error.everywhere)
             raise Unserved(Reason.ERROR) from None
@@ -180,13 +186,15 @@ class FlashSampler(Sampler):
                 if routing.native_rows is None:
                     routing.native_rows = NativeRows(call.sampling_info, batch, routing, lazy.hidden.device)
                 token_ids, output = routing.native_rows.sample(self._native, preprocess, call)
-                routing.native_rows.merge(token_ids, output, out, call.logits_output)
+                routing.native_rows.merge(token_ids, output, drawn, call.logits_output)
             except Exception as error:  # SGLang refuses the batch again where the request is wrong
                 runtime.stop_mixing(f"{type(error).__name__}: {error}")
                 raise Unserved(Reason.ERROR) from None
         if call.return_logprob:
-            call.logits_output.next_token_logprobs = out.logprobs
-        return out.token_ids
+            call.logits_output.next_token_logprobs = drawn.logprobs
+        if asked is not None and drawn.rest is not None:
+            asked.deliver(drawn.rest, call.logits_output, keeps_tensors=lazy.source.copies_tokens)
+        return drawn.token_ids
 
     def _native(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         with get_exec().kernel.override(sampling_backend=self.native_backend):
@@ -200,6 +208,7 @@ def guarded_routing(
     return_logprob: bool,
     top_logprobs_nums: list[int] | None,
     token_ids_logprobs: list | None,
+    fuse_logprobs: bool = False,
 ) -> Routing:
     """``routing_of`` in this server. Raises Unserved after a failure: a request must not fail because its needs cannot
     be read."""
@@ -212,6 +221,7 @@ def guarded_routing(
             token_ids_logprobs,
             runtime.settings.original_logprobs,
             runtime.no_grammars_reason is None,
+            fuse_logprobs,
         )
     except Exception as error:
         runtime.disable(f"routing: {type(error).__name__}: {error}")
@@ -280,7 +290,7 @@ class NativeRows:
         )
         return token_ids, output
 
-    def merge(self, token_ids: torch.Tensor, output: Any, fused: SampleOutput, logits_output: Any) -> None:
+    def merge(self, token_ids: torch.Tensor, output: Any, fused: Drawn, logits_output: Any) -> None:
         """Put what ``sample`` returned in place: tokens and logprobs into ``fused``, the rest on ``logits_output``."""
         num_rows = len(fused.token_ids)
         merged: dict[str, Any] = {}

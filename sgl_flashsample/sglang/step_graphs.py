@@ -21,6 +21,7 @@ import torch
 from ..kernels.gather_rows import StagedBatch
 from ..kernels.params import LogitEdits, SampleOutput
 from ..kernels.workspace import Workspace
+from ..logprobs import Logprobs
 from .batch import DrawKind, Mix
 
 logger = logging.getLogger("sgl_flashsample")
@@ -123,10 +124,25 @@ class StepCounts:
 
 class Launched(NamedTuple):
     """A draw that has been launched. scratch: other tensors that the launches write to and that have no other owner: a
-    graph writes there at each replay."""
+    graph writes there at each replay. logprobs: those that were asked for beside the tokens' own."""
 
     out: SampleOutput
     scratch: Any = None
+    logprobs: Logprobs | None = None
+
+
+class Drawn(NamedTuple):
+    """The tokens of a step, ``[B]`` int64, and their logprobs, ``[B]`` float32, where they were asked for. rest: the
+    logprobs beside these."""
+
+    token_ids: torch.Tensor
+    logprobs: torch.Tensor | None
+    rest: Logprobs | None = None
+
+    @classmethod
+    def of(cls, launched: Launched) -> Drawn:
+        out, rest = launched.out, launched.logprobs
+        return cls(out.token_ids, out.logprobs if rest is None else rest.of_tokens, rest)
 
 
 # Makes the launches of a graph. Takes where the graph finds its next batch; None where they do not ask.
@@ -135,8 +151,8 @@ Draw = Callable[[NextBatch | None], Launched]
 
 class _Captured(NamedTuple):
     graph: Graph
-    out: SampleOutput
-    holds: Any  # scratch that its launches write to
+    drawn: Drawn
+    holds: Any  # other tensors that its launches write to
     first_tokens: dict[int, torch.Tensor]  # views of the first tokens, by their number
 
 
@@ -155,12 +171,12 @@ class KeyedGraphs:
         """The ``StagedBatch`` or ``EditPlaces`` of the next graph, to be set before its replay."""
         return self.batches[self.slot]
 
-    def replay_next(self, num_rows: int) -> SampleOutput:
+    def replay_next(self, num_rows: int) -> Drawn:
         captured = self._replay()
-        token_ids, logprobs = self._first(captured, num_rows), captured.out.logprobs
+        token_ids, (_, logprobs, rest) = self._first(captured, num_rows), captured.drawn
         if logprobs is not None:
             logprobs = logprobs[:num_rows].clone() if self._copies_tokens else logprobs[:num_rows]
-        return captured.out._replace(token_ids=token_ids, logprobs=logprobs)
+        return Drawn(token_ids, logprobs, None if rest is None else rest.first(num_rows))
 
     def next_tokens(self, num_rows: int) -> torch.Tensor:
         """The tokens of ``replay_next`` alone."""
@@ -175,7 +191,7 @@ class KeyedGraphs:
     def _first(self, captured: _Captured, num_rows: int) -> torch.Tensor:
         token_ids = captured.first_tokens.get(num_rows)
         if token_ids is None:
-            token_ids = captured.first_tokens[num_rows] = captured.out.token_ids[:num_rows]
+            token_ids = captured.first_tokens[num_rows] = captured.drawn.token_ids[:num_rows]
         return token_ids.clone() if self._copies_tokens else token_ids
 
 
@@ -229,17 +245,18 @@ class StepGraphs:
         hidden: torch.Tensor,  # [P, D]
         kind: DrawKind,
         edits: LogitEdits | None,
-        return_logprob: bool,
+        logprobs: Hashable,
         table: torch.Tensor | None = None,
         mix: Mix | None = None,
         staged: bool = False,
     ) -> KeyedGraphs | None:
         """The graphs to replay, after a capture where one is due; None where the caller has to launch the step. draw:
         makes the launches that a graph captures, of all P rows. Without ``copies_tokens``, the tokens stay until
-        ``SLOTS`` steps later. table: what the launches gather the parameters from; None where the caller has gathered
-        them. mix: the next steps of these kinds of rows are ``ready``. staged: the launches bring the batch, which
-        ``KeyedGraphs.next_batch`` has to be told before each replay, to ``hidden``."""
-        graphs = self._graphs_of(hidden, kind, edits, return_logprob, table, staged)
+        ``SLOTS`` steps later. logprobs: which of them the launches compute. table: what these gather the parameters
+        from; None where the caller has gathered them. mix: the next steps of these kinds of rows are ``ready``. staged:
+        the launches bring the batch, which ``KeyedGraphs.next_batch`` has to be told before each replay, to
+        ``hidden``."""
+        graphs = self._graphs_of(hidden, kind, edits, logprobs, table, staged)
         if graphs.waiting:
             graphs.waiting -= 1
             return None
@@ -270,13 +287,13 @@ class StepGraphs:
         hidden: torch.Tensor,
         kind: DrawKind,
         edits: LogitEdits | None,
-        return_logprob: bool,
+        logprobs: Hashable,
         table: torch.Tensor | None,
         staged: bool,
     ) -> KeyedGraphs:
         place = None if table is None else table.data_ptr()
         layout = None if edits is None else _layout(edits)
-        key = (hidden.data_ptr(), hidden.shape[0], kind, return_logprob, place, layout)
+        key = (hidden.data_ptr(), hidden.shape[0], kind, logprobs, place, layout)
         graphs = self._graphs.get(key)
         if graphs is None:
             batches: list[NextBatch] = []
@@ -289,12 +306,12 @@ class StepGraphs:
         """Capture the next graph of these. False after a failure."""
         batch = graphs.batches[len(graphs.captured)] if graphs.batches else None
         try:
-            graph, (out, scratch) = self._capture(lambda: draw(batch), self._pool)
+            graph, launched = self._capture(lambda: draw(batch), self._pool)
         except Exception as error:  # a step must not fail because it cannot be captured
             self._give_up(f"{type(error).__name__}: {error}")
             return False
-        holds = [scratch, *(used.last_buffer for used in self._workspaces)]
-        graphs.captured.append(_Captured(graph, out, holds, {}))
+        holds = [launched, *(used.held for used in self._workspaces)]
+        graphs.captured.append(_Captured(graph, Drawn.of(launched), holds, {}))
         return True
 
     def _give_up(self, reason: str) -> None:

@@ -12,9 +12,12 @@ from kernel_cases import edited_ref, reference
 
 from sgl_flashsample.dispatch import DispatchTable
 from sgl_flashsample.head import Head
+from sgl_flashsample.kernels.logit_summary import LOWEST_LOGPROB
 from sgl_flashsample.kernels.params import BatchParams, LMHead, LogitsSpec, SampleOutput
-from sgl_flashsample.kernels.reference import transform_ref
+from sgl_flashsample.kernels.reference import gather_logprobs_ref, top_logprobs_ref, transform_ref
+from sgl_flashsample.kernels.top_logprobs import TopLogprobs
 from sgl_flashsample.kinds import SamplingPath
+from sgl_flashsample.logprobs import Logprobs, WantedLogprobs
 from sgl_flashsample.selfcheck import Checked
 
 
@@ -65,6 +68,35 @@ class FakeHead(Head):
         lm_head = self.lm_head
         return _drawn(hidden.double() @ lm_head.weight.double().T, lm_head.spec, params, return_logprob)
 
+    def draw_with_logprobs(
+        self, hidden: torch.Tensor, params: BatchParams, wanted: WantedLogprobs
+    ) -> tuple[SampleOutput, Logprobs]:
+        self.script.calls.append(Call(len(hidden), params, True, None, self.screen is not None))
+        if self.script.error is not None and len(hidden) >= self.script.smallest:
+            raise self.script.error
+        if hidden.is_cuda:
+            return super().draw_with_logprobs(hidden, params, wanted)
+        spec = self.lm_head.spec
+        logits = _edited(hidden.double() @ self.lm_head.weight.double().T, spec, params)
+        temperature = torch.ones_like(params.temperature) if wanted.original else params.temperature
+        drawn = _drawn_from(logits, params, not wanted.original)
+        of_tokens = gather_logprobs_ref(logits, drawn.token_ids[:, None], temperature)[:, 0].float()
+        top = None
+        if wanted.top:
+            ids, logprobs = top_logprobs_ref(logits, min(wanted.top, spec.vocab_size), temperature)
+            pad = (0, wanted.top - ids.shape[1])
+            ids = torch.nn.functional.pad(ids, pad, value=-1)
+            logprobs = torch.nn.functional.pad(logprobs.float(), pad, value=LOWEST_LOGPROB)
+            counts = torch.full((len(logits),), wanted.top) if wanted.counts is None else wanted.counts
+            inside = torch.arange(wanted.top) < counts[:, None]
+            logprobs = torch.where(inside, logprobs, LOWEST_LOGPROB)
+            top = TopLogprobs(torch.where(inside, ids, -1), logprobs, logprobs, None)
+        of_ids = None
+        if wanted.token_ids is not None:
+            ids = wanted.token_ids.expand(len(logits), -1)
+            of_ids = gather_logprobs_ref(logits, ids, temperature).float()
+        return drawn, Logprobs(of_tokens, top, of_ids)
+
     def draw_from_logits(
         self,
         logits: torch.Tensor,
@@ -88,12 +120,21 @@ class FakeHead(Head):
 
 def _drawn(dots: torch.Tensor, spec: LogitsSpec, params: BatchParams, return_logprob: bool) -> SampleOutput:
     """The reference's draw from ``[B, V]`` float64 products with the weight."""
+    return _drawn_from(_edited(dots, spec, params), params, return_logprob)
+
+
+def _edited(dots: torch.Tensor, spec: LogitsSpec, params: BatchParams) -> torch.Tensor:
+    """``[B, V]`` logits of these products, edits included."""
     assert spec.shards == 1 and spec.logits_dtype is not None
     columns = dots[:, : spec.vocab_size]
     logits = transform_ref(columns, spec.logits_dtype, logit_scale=spec.logit_scale, softcap=spec.softcap)
     if params.edits is not None:
         edits = params.edits.part(0, len(logits))  # a row of edits per row of the batch
         logits = edited_ref(logits, edits)
+    return logits
+
+
+def _drawn_from(logits: torch.Tensor, params: BatchParams, return_logprob: bool) -> SampleOutput:
     want = reference(logits, params)
     logprobs = want.logprob_low.float() if return_logprob else None
     return SampleOutput(want.token, logprobs, torch.zeros(len(logits)))

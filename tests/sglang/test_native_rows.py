@@ -75,7 +75,7 @@ def see(info, tokens: list[int]) -> None:
 
 
 def tolist(values):
-    return [value.tolist() if torch.is_tensor(value) else value for value in values]
+    return [value.tolist() if hasattr(value, "tolist") else value for value in values]
 
 
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "no overlap"])
@@ -93,12 +93,10 @@ def test_every_row_gets_what_sglang_gives_it_in_the_whole_batch(
         assert got.tolist() == want.tolist()
         reasons = list(REASONS)
         if return_logprob:
-            reasons[2], reasons[5] = "native:top_logprobs", "native:greedy_logprob_at_temperature"
-            reasons[8] = "native:token_ids_logprobs"
+            reasons[5] = "native:greedy_logprob_at_temperature"
             torch.testing.assert_close(output.next_token_logprobs, expected.next_token_logprobs, atol=1e-4, rtol=0)
             for name in ("next_token_top_logprobs_val", "next_token_token_ids_logprobs_val"):
                 for mine, theirs in zip(getattr(output, name), getattr(expected, name), strict=True):
-                    assert torch.is_tensor(mine), "SGLang asks every row for its tolist()"
                     assert mine.tolist() == pytest.approx(tolist([theirs])[0], abs=1e-4)
             assert tolist(output.next_token_top_logprobs_idx) == tolist(expected.next_token_top_logprobs_idx)
             got_ids, want_ids = (o.next_token_token_ids_logprobs_idx for o in (output, expected))

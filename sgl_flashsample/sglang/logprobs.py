@@ -1,0 +1,168 @@
+"""Logprobs beside those of the tokens: from SGLang's lists of a batch to the device, and back into its lists.
+
+SGLang copies each tensor of these lists to the host by itself, two per row and step. Here the values of a batch are
+copied at once, and a list has an object per row, which SGLang asks for its ``tolist`` as it asks a tensor.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from ..kernels.top_logprobs import width_of
+from ..logprobs import Logprobs, WantedLogprobs
+
+_LEAST_IDS = 8  # places for given ids, of which there are powers of two
+
+
+class LogprobLayout(NamedTuple):
+    """The facts that the launches of a graph depend on. top: likeliest ids of a row, up to the next width of the
+    kernels. ids: places for given ids. original: as in ``WantedLogprobs``."""
+
+    top: int
+    ids: int
+    original: bool
+
+
+@dataclasses.dataclass(eq=False)
+class AskedLogprobs:
+    """The logprobs that SGLang asks for in one step. top: likeliest ids, per row; empty where no fused row asks for
+    them. ids: given ids, per row, None in a row without; empty where no fused row has any. native: rows of SGLang's
+    sampler."""
+
+    layout: LogprobLayout
+    top: Sequence[int]
+    ids: Sequence[Sequence[int] | None]
+    native: frozenset[int]
+
+    @classmethod
+    def of(
+        cls,
+        native: Sequence[int],
+        top: Sequence[int] | None,
+        ids: Sequence[Sequence[int] | None] | None,
+        original: bool,
+    ) -> AskedLogprobs | None:
+        """None where the fused rows ask for nothing beside the logprobs of their tokens, at their temperatures."""
+        rows = frozenset(native)
+        most = max((n for row, n in enumerate(top or ()) if row not in rows), default=0)
+        given = max((len(one) for row, one in enumerate(ids or ()) if one is not None and row not in rows), default=-1)
+        if most == 0 and given < 0 and not original:
+            return None
+        width = 0 if given < 0 else max(_LEAST_IDS, 1 << max(0, given - 1).bit_length())
+        layout = LogprobLayout(width_of(most) if most else 0, width, original)
+        return cls(layout, (top or ()) if most else (), (ids or ()) if width else (), rows)
+
+    def same_as(self, other: AskedLogprobs | None) -> bool:
+        """The device has been told the same."""
+        return (
+            other is not None
+            and self.layout == other.layout
+            and self.native == other.native
+            and list(self.top) == list(other.top)
+            and list(self.ids) == list(other.ids)
+        )
+
+    def deliver(self, read: Logprobs, logits_output: Any, *, keeps_tensors: bool) -> None:
+        """Put the values into the lists of a LogitsProcessorOutput, those of SGLang's rows beside them.
+
+        keeps_tensors: SGLang sends the lists to another process of a pipeline, as tensors.
+        """
+        values = [read.top.logprobs, read.top.token_ids] if read.top is not None else []
+        values += [read.of_ids] if read.of_ids is not None else []
+        rows = [one.clone() for one in values] if keeps_tensors else HostCopy(values)
+        if self.top:
+            for place, name in enumerate(("next_token_top_logprobs_val", "next_token_top_logprobs_idx")):
+                self._fill(logits_output, name, [_row(rows, place, row, n) for row, n in enumerate(self.top)])
+        if self.ids:
+            place, name = len(values) - 1, "next_token_token_ids_logprobs_val"
+            counts = [len(ids or ()) for ids in self.ids]
+            self._fill(logits_output, name, [_row(rows, place, row, n) for row, n in enumerate(counts)])
+            logits_output.next_token_token_ids_logprobs_idx = [[] if one is None else one for one in self.ids]
+
+    def _fill(self, logits_output: Any, name: str, values: list) -> None:
+        """Set the list of this name, but for the rows of SGLang's sampler."""
+        present = getattr(logits_output, name, None)
+        for row in self.native if present is not None else ():
+            values[row] = present[row]
+        setattr(logits_output, name, values)
+
+
+class HostCopy:
+    """Tensors of one step on their way to the host, copied on the current stream."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        on_gpu = any(tensor.is_cuda for tensor in tensors)
+        self._copies = [
+            torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=on_gpu).copy_(tensor, non_blocking=True)
+            for tensor in tensors
+        ]
+        self._arrived = torch.cuda.Event() if on_gpu else None
+        if self._arrived is not None:
+            self._arrived.record()
+
+    def __getitem__(self, place: int) -> torch.Tensor:
+        """The tensor, after it has arrived: SGLang has waited for later work of its stream by then."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+            self._arrived = None
+        return self._copies[place]
+
+
+class HostRow(NamedTuple):
+    """The first values of one row of a tensor. An entry of SGLang's lists."""
+
+    copies: HostCopy
+    place: int
+    row: int
+    count: int
+
+    def tolist(self) -> list:
+        return self.copies[self.place][self.row, : self.count].tolist() if self.count else []
+
+
+def _row(rows: Any, place: int, row: int, count: int) -> Any:
+    return HostRow(rows, place, row, count) if isinstance(rows, HostCopy) else rows[place][row, :count]
+
+
+class LogprobInputs:
+    """The counts and the given ids of a step's rows, where graphs read them. max_rows: of the largest batch."""
+
+    def __init__(self, max_rows: int, device: torch.device) -> None:
+        self.max_rows, self._device = max_rows, device
+        self._counts = torch.zeros(max_rows, dtype=torch.int32, device=device)
+        self._ids: dict[int, torch.Tensor] = {}  # [max_rows, m], by m
+        self._loaded: tuple[AskedLogprobs | None, int] = (None, 0)
+
+    def load(self, asked: AskedLogprobs, num_rows: int) -> WantedLogprobs:
+        """Bring what a step of ``num_rows`` rows asks for to its place, on the current stream; rows behind those of the
+        batch ask for nothing."""
+        layout, (loaded, rows) = asked.layout, self._loaded
+        ids = None
+        if layout.ids:
+            ids = self._ids.get(layout.ids)
+            if ids is None:
+                ids = self._ids[layout.ids] = torch.full((self.max_rows, layout.ids), -1, device=self._device)
+        if not (rows == num_rows and asked.same_as(loaded)):
+            fused = [row not in asked.native for row in range(num_rows)]
+            if layout.top:
+                counts = [n if here else 0 for n, here in zip(asked.top, fused, strict=False)]
+                self._copy(self._counts, counts + [0] * (num_rows - len(counts)))
+            if ids is not None:
+                lines = [list(one or ()) if here else [] for one, here in zip(asked.ids, fused, strict=False)]
+                lines += [[]] * (num_rows - len(lines))
+                self._copy(ids, [line + [-1] * (layout.ids - len(line)) for line in lines])
+            self._loaded = asked, num_rows
+        return WantedLogprobs(
+            layout.top,
+            self._counts[:num_rows] if layout.top else None,
+            None if ids is None else ids[:num_rows],
+            layout.original,
+        )
+
+    def _copy(self, to: torch.Tensor, values: list) -> None:
+        source = torch.tensor(values, dtype=to.dtype, pin_memory=to.is_cuda)
+        to[: len(values)].copy_(source, non_blocking=True)
