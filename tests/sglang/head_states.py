@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from fake_head import FakeHead, Script
+from torch.utils._pytree import tree_leaves
 
 from sgl_flashsample.defaults import HeadTraits, default_config_on
 from sgl_flashsample.dispatch import DispatchTable
@@ -208,17 +209,23 @@ class CountedGraph:
 
     capture: CountingCapture
     launches: Callable[[], Launched]
-    out: SampleOutput
+    launched: Launched
     graph: Any
+
+    @property
+    def out(self) -> SampleOutput:
+        return self.launched.out
 
     def replay(self) -> None:
         self.capture.replays += 1
         if self.graph is not None:
             self.graph.replay()
             return
-        for output, new in zip(self.out, self.launches().out, strict=True):
-            if output is not None:
-                output.copy_(new)
+        again = self.launches()
+        for before, after in ((self.launched.out, again.out), (self.launched.logprobs, again.logprobs)):
+            for output, new in zip(tree_leaves(before), tree_leaves(after), strict=True):
+                if output is not None:
+                    output.copy_(new)
 
 
 class CountingCapture:
@@ -239,7 +246,7 @@ class CountingCapture:
         if self.fails:
             raise RuntimeError("no memory for a graph")
         graph, launched = (None, launches()) if self._cuda is None else self._cuda(launches, pool)
-        self.graphs.append(CountedGraph(self, launches, launched.out, graph))
+        self.graphs.append(CountedGraph(self, launches, launched, graph))
         return self.graphs[-1], launched
 
 

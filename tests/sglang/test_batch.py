@@ -307,6 +307,9 @@ def test_only_so_many_prompts_are_remembered():
 NO_LOGPROBS = (False, None, None, False)
 
 
+NO_GRAMMARS = types.SimpleNamespace(grammars=None)
+
+
 def route(batch: Batch, grammars=None, logprobs=NO_LOGPROBS, fuse_grammars: bool = True) -> Routing:
     return routing_of(batch, types.SimpleNamespace(grammars=grammars), *logprobs, fuse_grammars)
 
@@ -333,6 +336,21 @@ AT_TEMPERATURE = "greedy_logprob_at_temperature"
 )
 def test_each_row_is_fused_unless_something_stands_against_that_row(rows, grammars, logprobs, reasons):
     assert route(make_batch(*rows), grammars, logprobs).reasons == reasons
+
+
+@pytest.mark.parametrize(
+    "rows, logprobs, reasons",
+    [
+        ([{}, GREEDY], (True, [5, 128], [[1, 2], None], False), (None, None)),
+        ([{}, GREEDY], (True, [129, 5], [None, list(range(257))], False), ("top_logprobs", "token_ids_logprobs")),
+        ([{}, GREEDY], (True, [0, 5], [list(range(256)), []], True), (None, None)),
+        ([TEMPERED, {}], (True, [5, 5], None, False), (AT_TEMPERATURE, None)),
+        ([TEMPERED, {}], (True, [5, 5], None, True), (None, None)),
+        ([BEAM, {}], (True, [5, 5], None, False), ("beam_search", None)),
+    ],
+)
+def test_rows_with_logprobs_beside_those_of_their_tokens_are_fused_where_the_head_has_them(rows, logprobs, reasons):
+    assert routing_of(make_batch(*rows), NO_GRAMMARS, *logprobs, True, fuse_logprobs=True).reasons == reasons
 
 
 def test_rows_with_a_grammar_are_sglangs_once_grammars_cannot_be_fused():

@@ -1,0 +1,153 @@
+"""Logprobs beside those of the tokens: the likeliest ids and given ids, against SGLang's own code in this process."""
+
+from __future__ import annotations
+
+import sys
+import types
+from itertools import compress
+
+import pytest
+import torch
+from head_states import CPU, VOCAB, CountingCapture, hidden_states, make_batch, make_state, step_of
+from sglang_batches import for_forward, request
+
+from sgl_flashsample.sglang.draw import draw
+from sgl_flashsample.sglang.lazy_logits import LazyLogits
+from sgl_flashsample.sglang.logprobs import AskedLogprobs, HostCopy, LogprobInputs
+
+LISTS = ("next_token_top_logprobs_val", "next_token_top_logprobs_idx", "next_token_token_ids_logprobs_val")
+LEAST = -80  # SGLang's softmax gives 0 for less, in any order
+SURE = 0.01  # a temperature at which a sampled row is as good as greedy
+TOP, IDS = [0, 3, 9, 1], [[7], None, [], [VOCAB - 1, 4, 4]]
+
+
+def asked_of(top=None, ids=None, native=(), original: bool = False) -> AskedLogprobs:
+    asked = AskedLogprobs.of(native, top, ids, original)
+    assert asked is not None
+    return asked
+
+
+@pytest.fixture
+def original(request, runners, monkeypatch) -> bool:
+    """Whether both samplers return logprobs at temperature 1 (``SGLANG_RETURN_ORIGINAL_LOGPROB``)."""
+    monkeypatch.setattr(sys.modules["sglang.srt.layers.sampler"], "SGLANG_RETURN_ORIGINAL_LOGPROB", request.param)
+    runners[0].sampler.runtime.settings.original_logprobs = request.param
+    return request.param
+
+
+@pytest.mark.parametrize("original", [False, True], indirect=True, ids=["at temperature", "original"])
+@pytest.mark.parametrize("top, ids", [(TOP, IDS), (TOP, None), (None, IDS), (None, None)])
+@pytest.mark.parametrize("greedy", [False, True], ids=["sampled", "all greedy"])
+def test_rows_get_the_lists_that_sglang_makes(runners, head, info_of, hidden, original, top, ids, greedy):
+    rows = [{"temperature": 0}, {"temperature": 0 if greedy else SURE}, {"temperature": 0}, {"temperature": 0}]
+    rows[2] |= {"logit_bias": {"17": 3.0}}
+    ours, stock = (info_of([request(f"r{place}", **row) for place, row in enumerate(rows)]) for _ in range(2))
+    states = hidden(4)
+    got, output = runners[0].sample(head.lazy(states), for_forward(ours, True), True, top, ids)
+    want, expected = runners[1].sample(head.logits(states), for_forward(stock, True), True, top, ids)
+    assert got.tolist() == want.tolist()
+    assert output.customized_info == {"flashsample_path": ["fused"] * 4}
+    torch.testing.assert_close(output.next_token_logprobs, expected.next_token_logprobs, atol=1e-4, rtol=0)
+    for name in LISTS:
+        mine, theirs = getattr(output, name), getattr(expected, name)
+        assert (mine is None) is (theirs is None), name
+        for row, (one, other) in enumerate(zip(mine or (), theirs or (), strict=True)):
+            # SGLang has a list for a row without given ids, where it asks for a tensor's tolist.
+            other = other.tolist() if torch.is_tensor(other) else other
+            if name == LISTS[1]:
+                known = [value > LEAST for value in output.next_token_top_logprobs_val[row].tolist()]
+                assert list(compress(one.tolist(), known)) == list(compress(other, known)), row
+            else:
+                assert [max(value, LEAST) for value in one.tolist()] == pytest.approx(
+                    [max(value, LEAST) for value in other], abs=1e-4
+                ), (name, row)
+    given = [[] if one is None else one for one in ids] if ids else None
+    assert output.next_token_token_ids_logprobs_idx == given
+
+
+def test_rows_of_sglangs_sampler_keep_what_it_gave_them():
+    output = types.SimpleNamespace(**dict.fromkeys((*LISTS, "next_token_token_ids_logprobs_idx")))
+    output.next_token_top_logprobs_val = ["", "stock", ""]
+    output.next_token_top_logprobs_idx = ["", "stock too", ""]
+    asked = asked_of([2, 5, 1], None, native=[1])
+    assert asked.layout.top == 8
+    top = types.SimpleNamespace(logprobs=-torch.arange(24.0).view(3, 8), token_ids=torch.arange(24).view(3, 8))
+    asked.deliver(types.SimpleNamespace(top=top, of_ids=None), output, keeps_tensors=False)
+    first, second, third = output.next_token_top_logprobs_val
+    assert (first.tolist(), second, third.tolist()) == ([0.0, -1.0], "stock", [-16.0])
+    assert output.next_token_top_logprobs_idx[1] == "stock too"
+    assert output.next_token_token_ids_logprobs_val is None
+
+
+def test_a_pipeline_gets_tensors_that_stay():
+    output = types.SimpleNamespace(**dict.fromkeys(LISTS))
+    of_ids = torch.arange(16.0).view(2, 8)
+    asked_of(None, [[3], [4, 5]]).deliver(types.SimpleNamespace(top=None, of_ids=of_ids), output, keeps_tensors=True)
+    of_ids.zero_()
+    assert [one.tolist() for one in output.next_token_token_ids_logprobs_val] == [[0.0], [8.0, 9.0]]
+
+
+@pytest.mark.parametrize(
+    "top, ids, native, layout",
+    [
+        ([0, 5], None, [], (8, 0, False)),
+        ([0, 33], [[1] * 9, None], [], (128, 16, False)),
+        ([40, 5], [[1] * 200, []], [0], (8, 8, False)),
+        (None, [None, [1] * 256], [], (0, 256, False)),
+    ],
+)
+def test_steps_whose_needs_are_alike_have_one_layout(top, ids, native, layout):
+    assert asked_of(top, ids, native).layout == layout
+
+
+@pytest.mark.parametrize("top, ids, native", [(None, None, []), ([0, 0], [None, None], []), ([5, 0], [[1], None], [0])])
+def test_a_step_whose_fused_rows_ask_for_nothing_more_needs_nothing_more(top, ids, native):
+    assert AskedLogprobs.of(native, top, ids, original=False) is None
+
+
+def test_the_device_is_told_what_each_row_asks_for_and_nothing_of_other_rows():
+    inputs = LogprobInputs(5, CPU)
+    wanted = inputs.load(asked_of([3, 9, 1], [[4, 5], [6], None], native=[1]), 4)
+    assert (wanted.top, wanted.counts.tolist()) == (8, [3, 0, 1, 0])
+    assert wanted.token_ids.tolist() == [[4, 5, *[-1] * 6], *[[-1] * 8] * 3]
+    places = wanted.counts.data_ptr(), wanted.token_ids.data_ptr()
+    again = inputs.load(asked_of([2, 2], [[7], None]), 4)
+    assert (again.counts.data_ptr(), again.token_ids.data_ptr()) == places
+    assert again.counts.tolist() == [2, 2, 0, 0]
+    assert again.token_ids.tolist() == [[7, *[-1] * 7], *[[-1] * 8] * 3]
+
+
+def test_the_device_is_told_once_while_nothing_changes(monkeypatch):
+    inputs, copies = LogprobInputs(5, CPU), []
+    monkeypatch.setattr(inputs, "_copy", lambda to, values: copies.append(values))
+    for top, rows in (([3, 1], 2), ([3, 1], 2), ([3, 2], 2), ([3, 2], 4)):
+        inputs.load(asked_of(top), rows)
+    assert copies == [[3, 1], [3, 2], [3, 2, 0, 0]]
+
+
+@pytest.mark.parametrize("top, ids", [(TOP, None), (None, IDS), (TOP, IDS)])
+def test_steps_with_these_logprobs_are_replayed_and_get_those_of_launches(script, top, ids):
+    rows = [{"temperature": 1.5, "sampling_seed": 1}, {"temperature": 0}, {"top_p": 0.5}, {"temperature": 0.5}]
+    batch, hidden = make_batch(*rows), hidden_states(CPU, 8)
+    replaying = make_state(CPU, capture=CountingCapture(), script=script)
+    launching = make_state(CPU, script=script)
+
+    def step(state, number: int, is_captured: bool):
+        whole = LazyLogits(hidden, VOCAB, state, lambda hidden: pytest.fail("logits"), hidden if is_captured else None)
+        shift = number % 2
+        asked = asked_of(top and top[shift:] + top[:shift], ids and ids[shift:] + ids[:shift])
+        return draw(whole[:4], step_of(batch, torch.arange(4) + number, None, True, asked=asked))
+
+    for number in range(9):
+        hidden.copy_(hidden_states(CPU, 8, number))
+        got, want = step(replaying, number, True), step(launching, number, False)
+        assert torch.equal(got.token_ids, want.token_ids) and torch.equal(got.logprobs, want.logprobs)
+        torch.testing.assert_close(got.rest, want.rest)
+    assert replaying.counts.replayed >= 4 and replaying.counts.late_captures == 2
+
+
+def test_values_are_those_of_the_step_also_when_the_next_one_has_overwritten_them():
+    values = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    copies = HostCopy([values])
+    values.zero_()
+    assert copies[0].tolist() == [[1.0, 2.0], [3.0, 4.0]]
