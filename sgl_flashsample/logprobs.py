@@ -46,7 +46,10 @@ class Logprobs(NamedTuple):
 
     def first(self, num_rows: int) -> Logprobs:
         """Those of the first rows."""
-        top = None if self.top is None else TopLogprobs(*(None if one is None else one[:num_rows] for one in self.top))
+        top = self.top
+        if top is not None:
+            log_mass = None if top.log_mass is None else top.log_mass[:num_rows]
+            top = TopLogprobs(top.token_ids[:num_rows], top.logprobs[:num_rows], top.logits[:num_rows], log_mass)
         return Logprobs(self.of_tokens[:num_rows], top, None if self.of_ids is None else self.of_ids[:num_rows])
 
 

@@ -71,9 +71,9 @@ class AskedLogprobs:
 
         keeps_tensors: SGLang sends the lists to another process of a pipeline, as tensors.
         """
-        values = [read.top.logprobs, read.top.token_ids] if read.top is not None else []
-        values += [read.of_ids] if read.of_ids is not None else []
-        rows = [one.clone() for one in values] if keeps_tensors else HostCopy(values)
+        values = [] if read.top is None else [read.top.logprobs, read.top.token_ids]
+        values += [] if read.of_ids is None else [read.of_ids]
+        rows: list[torch.Tensor] | HostCopy = [one.clone() for one in values] if keeps_tensors else HostCopy(values)
         if self.top:
             for place, name in enumerate(("next_token_top_logprobs_val", "next_token_top_logprobs_idx")):
                 self._fill(logits_output, name, [_row(rows, place, row, n) for row, n in enumerate(self.top)])
@@ -85,9 +85,10 @@ class AskedLogprobs:
 
     def _fill(self, logits_output: Any, name: str, values: list) -> None:
         """Set the list of this name, but for the rows of SGLang's sampler."""
-        present = getattr(logits_output, name, None)
-        for row in self.native if present is not None else ():
-            values[row] = present[row]
+        present: list | None = getattr(logits_output, name)
+        if present is not None:
+            for row in self.native:
+                values[row] = present[row]
         setattr(logits_output, name, values)
 
 
@@ -118,14 +119,14 @@ class HostRow(NamedTuple):
     copies: HostCopy
     place: int
     row: int
-    count: int
+    length: int
 
     def tolist(self) -> list:
-        return self.copies[self.place][self.row, : self.count].tolist() if self.count else []
+        return self.copies[self.place][self.row, : self.length].tolist() if self.length else []
 
 
-def _row(rows: Any, place: int, row: int, count: int) -> Any:
-    return HostRow(rows, place, row, count) if isinstance(rows, HostCopy) else rows[place][row, :count]
+def _row(rows: list[torch.Tensor] | HostCopy, place: int, row: int, length: int) -> Any:
+    return HostRow(rows, place, row, length) if isinstance(rows, HostCopy) else rows[place][row, :length]
 
 
 class LogprobInputs:

@@ -77,6 +77,11 @@ SAMPLINGS: dict[str, Sampling] = {
     "top-logprobs": Sampling(
         "temperature 1, 5 top logprobs", {"temperature": 1.0}, {"return_logprob": True, "top_logprobs_num": 5}
     ),
+    "ids": Sampling(
+        "temperature 1, logprobs of 16 given ids",
+        {"temperature": 1.0},
+        {"return_logprob": True, "token_ids_logprob": list(range(1000, 1016))},
+    ),
     "k20p95": _sampling("top_k 20, top_p 0.95", top_k=20, top_p=0.95),
     "k50p90": _sampling("top_k 50, top_p 0.9", top_k=50, top_p=0.9),
     "p90": _sampling("top_p 0.9", top_p=0.9),
@@ -94,4 +99,4 @@ SAMPLINGS: dict[str, Sampling] = {
     "T0.6 k50p90": _sampling("temperature 0.6, top_k 50, top_p 0.9", 0.6, top_k=50, top_p=0.9),
 }
 # Samplings of servers: what ``bench`` offers, and ``benchmarks/serve.py`` measures.
-SERVED = ("t1", "trunc", "greedy", "penalty", "json", "logprob", "top-logprobs")
+SERVED = ("t1", "trunc", "greedy", "penalty", "json", "logprob", "top-logprobs", "ids")
