@@ -44,14 +44,6 @@ class Logprobs(NamedTuple):
     top: TopLogprobs | None
     of_ids: torch.Tensor | None
 
-    def first(self, num_rows: int) -> Logprobs:
-        """Those of the first rows."""
-        top = self.top
-        if top is not None:
-            log_mass = None if top.log_mass is None else top.log_mass[:num_rows]
-            top = TopLogprobs(top.token_ids[:num_rows], top.logprobs[:num_rows], top.logits[:num_rows], log_mass)
-        return Logprobs(self.of_tokens[:num_rows], top, None if self.of_ids is None else self.of_ids[:num_rows])
-
 
 def read_logprobs(
     rows: LogitRows, token_ids: torch.Tensor, wanted: WantedLogprobs, drawn: SampleOutput | None = None

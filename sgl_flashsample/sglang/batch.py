@@ -22,6 +22,7 @@ import torch
 from ..kernels.params import Edit, LogitEdits
 from ..kernels.workspace import MAX_TOP_LOGPROBS
 from .arrivals import Arrivals
+from .logprobs import AskedLogprobs
 from .row_table import ROWS, TOP_K_OFF, Reason, Row, RowTable, read_requests
 
 BATCH_ATTRIBUTE = "_flashsample_batch"  # on SamplingBatchInfo
@@ -244,6 +245,7 @@ class Routing:
     flags: dict[tuple, tuple[torch.Tensor, torch.Tensor]] = dataclasses.field(default_factory=dict)
     contests: dict[int, torch.Tensor] = dataclasses.field(default_factory=dict)
     _part: Part | None = None
+    _asked: tuple[Any, Any, bool, AskedLogprobs | None] = (None, None, False, None)
 
     @classmethod
     def whole(cls, reason: Reason, num_rows: int) -> Routing:
@@ -281,6 +283,15 @@ class Routing:
             masked = sum(bool(row.edits & Edit.MASK) for row in rows)
             self._part = Part(edits, masked, sum(row.truncated for row in rows))
         return self._part
+
+    def asked(self, top: list[int] | None, ids: list | None, original: bool) -> AskedLogprobs | None:
+        """The logprobs that the fused rows ask for beside those of their tokens. SGLang has other lists where a batch
+        has other rows."""
+        last_top, last_ids, last_original, asked = self._asked
+        if last_top is not top or last_ids is not ids or last_original is not original:
+            asked = AskedLogprobs.of(self.native, top, ids, original)
+            self._asked = top, ids, original, asked
+        return asked
 
     @functools.cached_property
     def labels(self) -> list[str]:

@@ -16,7 +16,7 @@ from ..logprobs import WantedLogprobs
 from .batch import BATCH_ATTRIBUTE, SLOTS_ATTRIBUTE, Batch, DrawKind
 from .head import STAGED_ROWS, HeadState
 from .lazy_logits import LazyLogits
-from .logprobs import AskedLogprobs
+from .logprobs import AskedLogprobs, PackedLogprobs
 from .row_table import TOP_K_BOUNDS, RowTable
 from .step_graphs import Drawn, EditPlaces, Launched, NextBatch, StepGraphs, can_be_captured
 
@@ -288,7 +288,7 @@ def launch(
     exchange = state.exchange
     if isinstance(logprobs, WantedLogprobs):
         out, read = state.head.draw_with_logprobs(hidden, params, logprobs)
-        return Launched(out, state.head.logprob_workspace, read)
+        return Launched(out, (read, state.head.logprob_workspace), read.of_tokens, PackedLogprobs.of(read))
     if exchange is not None and (params.truncation is not None or state.whole_rows):
         scratch: list[Any] = []
 

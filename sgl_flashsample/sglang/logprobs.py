@@ -66,21 +66,19 @@ class AskedLogprobs:
             and list(self.ids) == list(other.ids)
         )
 
-    def deliver(self, read: Logprobs, logits_output: Any, *, keeps_tensors: bool) -> None:
+    def deliver(self, read: PackedLogprobs, logits_output: Any, *, keeps_tensors: bool) -> None:
         """Put the values into the lists of a LogitsProcessorOutput, those of SGLang's rows beside them.
 
         keeps_tensors: SGLang sends the lists to another process of a pipeline, as tensors.
         """
-        values = [] if read.top is None else [read.top.logprobs, read.top.token_ids]
-        values += [] if read.of_ids is None else [read.of_ids]
-        rows: list[torch.Tensor] | HostCopy = [one.clone() for one in values] if keeps_tensors else HostCopy(values)
+        rows = read.clone() if keeps_tensors else HostCopy(read)
         if self.top:
-            for place, name in enumerate(("next_token_top_logprobs_val", "next_token_top_logprobs_idx")):
-                self._fill(logits_output, name, [_row(rows, place, row, n) for row, n in enumerate(self.top)])
+            for place, name in enumerate(("next_token_top_logprobs_idx", "next_token_top_logprobs_val")):
+                self._fill(logits_output, name, [rows.row(place, row, n) for row, n in enumerate(self.top)])
         if self.ids:
-            place, name = len(values) - 1, "next_token_token_ids_logprobs_val"
-            counts = [len(ids or ()) for ids in self.ids]
-            self._fill(logits_output, name, [_row(rows, place, row, n) for row, n in enumerate(counts)])
+            lengths = [0 if ids is None else len(ids) for ids in self.ids]
+            name = "next_token_token_ids_logprobs_val"
+            self._fill(logits_output, name, [rows.row(2, row, n) for row, n in enumerate(lengths)])
             logits_output.next_token_token_ids_logprobs_idx = [[] if one is None else one for one in self.ids]
 
     def _fill(self, logits_output: Any, name: str, values: list) -> None:
@@ -92,41 +90,77 @@ class AskedLogprobs:
         setattr(logits_output, name, values)
 
 
-class HostCopy:
-    """Tensors of one step on their way to the host, copied on the current stream."""
+class PackedLogprobs(NamedTuple):
+    """The values of a step in one tensor: ids of the likeliest, their logprobs, logprobs of given ids. data: ``[rows *
+    (12 top + 4 ids)]`` uint8."""
 
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        on_gpu = any(tensor.is_cuda for tensor in tensors)
-        self._copies = [
-            torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=on_gpu).copy_(tensor, non_blocking=True)
-            for tensor in tensors
-        ]
+    data: torch.Tensor
+    rows: int
+    top: int
+    ids: int
+
+    @classmethod
+    def of(cls, read: Logprobs) -> PackedLogprobs:
+        top, of_ids = read.top, read.of_ids
+        parts = [] if top is None else [top.token_ids, top.logprobs]
+        parts += [] if of_ids is None else [of_ids]
+        rows, width = len(read.of_tokens), 0 if top is None else top.token_ids.shape[1]
+        data = [part.reshape(-1).view(torch.uint8) for part in parts]
+        packed = torch.cat(data) if data else torch.empty(0, dtype=torch.uint8, device=read.of_tokens.device)
+        return cls(packed, rows, width, 0 if of_ids is None else of_ids.shape[1])
+
+    def clone(self) -> PackedLogprobs:
+        return self._replace(data=self.data.clone())
+
+    def parts(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Ids ``[rows, top]`` int64, their logprobs, and those of given ids, ``[rows, ids]``, float32 both: views."""
+        sizes = [8 * self.rows * self.top, 4 * self.rows * self.top, 4 * self.rows * self.ids]
+        ids, logprobs, of_ids = self.data.split(sizes)
+        floats = (part.view(torch.float32).view(self.rows, -1) if len(part) else part for part in (logprobs, of_ids))
+        return (ids.view(torch.int64).view(self.rows, -1) if len(ids) else ids, *floats)  # type: ignore[return-value]
+
+    def row(self, place: int, row: int, length: int) -> torch.Tensor:
+        """The first values of one row of a part. An entry of SGLang's lists."""
+        return self.parts()[place][row, :length]
+
+
+class HostCopy:
+    """The values of a step on their way to the host, copied on the current stream."""
+
+    def __init__(self, read: PackedLogprobs) -> None:
+        on_gpu = read.data.is_cuda
+        data = torch.empty(len(read.data), dtype=torch.uint8, pin_memory=on_gpu)
+        self._read = read._replace(data=data.copy_(read.data, non_blocking=True))
         self._arrived = torch.cuda.Event() if on_gpu else None
         if self._arrived is not None:
             self._arrived.record()
+        self._lists: tuple[list, ...] | None = None
 
-    def __getitem__(self, place: int) -> torch.Tensor:
-        """The tensor, after it has arrived: SGLang has waited for later work of its stream by then."""
-        if self._arrived is not None:
-            self._arrived.synchronize()
-            self._arrived = None
-        return self._copies[place]
+    @property
+    def lists(self) -> tuple[list, ...]:
+        """The rows of each part, after they have arrived: SGLang has waited for later work of its stream by then."""
+        if self._lists is None:
+            if self._arrived is not None:
+                self._arrived.synchronize()
+            self._lists = tuple(part.tolist() for part in self._read.parts())
+        return self._lists
+
+    def row(self, place: int, row: int, length: int) -> HostRow:
+        """The first values of one row of a part. An entry of SGLang's lists."""
+        return HostRow(self, place, row, length) if length else NO_VALUES
 
 
 class HostRow(NamedTuple):
-    """The first values of one row of a tensor. An entry of SGLang's lists."""
-
-    copies: HostCopy
+    copy: HostCopy
     place: int
     row: int
     length: int
 
     def tolist(self) -> list:
-        return self.copies[self.place][self.row, : self.length].tolist() if self.length else []
+        return self.copy.lists[self.place][self.row][: self.length] if self.length else []
 
 
-def _row(rows: list[torch.Tensor] | HostCopy, place: int, row: int, length: int) -> Any:
-    return HostRow(rows, place, row, length) if isinstance(rows, HostCopy) else rows[place][row, :length]
+NO_VALUES = HostRow(None, 0, 0, 0)  # type: ignore[arg-type]
 
 
 class LogprobInputs:
@@ -147,7 +181,7 @@ class LogprobInputs:
             ids = self._ids.get(layout.ids)
             if ids is None:
                 ids = self._ids[layout.ids] = torch.full((self.max_rows, layout.ids), -1, device=self._device)
-        if not (rows == num_rows and asked.same_as(loaded)):
+        if not (rows == num_rows and (asked is loaded or asked.same_as(loaded))):
             fused = [row not in asked.native for row in range(num_rows)]
             if layout.top:
                 counts = [n if here else 0 for n, here in zip(asked.top, fused, strict=False)]

@@ -28,7 +28,6 @@ from .batch import (
 )
 from .draw import Step, draw, replayed
 from .lazy_logits import LazyLogits, plain
-from .logprobs import AskedLogprobs
 from .row_table import NEED_FLAGS, Reason
 from .runtime import Runtime
 from .step_graphs import Drawn
@@ -168,7 +167,7 @@ class FlashSampler(Sampler):
             asked = None
             if call.return_logprob and lazy.source.exchange is None:
                 original = runtime.settings.original_logprobs
-                asked = AskedLogprobs.of(routing.native, call.top_logprobs_nums, call.token_ids_logprobs, original)
+                asked = routing.asked(call.top_logprobs_nums, call.token_ids_logprobs, original)
             drawn = draw(lazy, Step(batch, slots, call.positions, edits, call.return_logprob, asked=asked))
         except GrammarError as error:  # its rows are SGLang's from the next step on
             runtime.stop_grammars(str(error), error.everywhere)

@@ -21,8 +21,8 @@ import torch
 from ..kernels.gather_rows import StagedBatch
 from ..kernels.params import LogitEdits, SampleOutput
 from ..kernels.workspace import Workspace
-from ..logprobs import Logprobs
 from .batch import DrawKind, Mix
+from .logprobs import PackedLogprobs
 
 logger = logging.getLogger("sgl_flashsample")
 
@@ -124,25 +124,27 @@ class StepCounts:
 
 class Launched(NamedTuple):
     """A draw that has been launched. scratch: other tensors that the launches write to and that have no other owner: a
-    graph writes there at each replay. logprobs: those that were asked for beside the tokens' own."""
+    graph writes there at each replay. logprobs, rest: logprobs of the tokens that are not in ``out``, and those that
+    were asked for beside these."""
 
     out: SampleOutput
     scratch: Any = None
-    logprobs: Logprobs | None = None
+    logprobs: torch.Tensor | None = None
+    rest: PackedLogprobs | None = None
 
 
 class Drawn(NamedTuple):
     """The tokens of a step, ``[B]`` int64, and their logprobs, ``[B]`` float32, where they were asked for. rest: the
-    logprobs beside these."""
+    logprobs beside these, of these rows and perhaps of padding."""
 
     token_ids: torch.Tensor
     logprobs: torch.Tensor | None
-    rest: Logprobs | None = None
+    rest: PackedLogprobs | None = None
 
     @classmethod
     def of(cls, launched: Launched) -> Drawn:
-        out, rest = launched.out, launched.logprobs
-        return cls(out.token_ids, out.logprobs if rest is None else rest.of_tokens, rest)
+        out, logprobs = launched.out, launched.logprobs
+        return cls(out.token_ids, out.logprobs if logprobs is None else logprobs, launched.rest)
 
 
 # Makes the launches of a graph. Takes where the graph finds its next batch; None where they do not ask.
@@ -176,7 +178,7 @@ class KeyedGraphs:
         token_ids, (_, logprobs, rest) = self._first(captured, num_rows), captured.drawn
         if logprobs is not None:
             logprobs = logprobs[:num_rows].clone() if self._copies_tokens else logprobs[:num_rows]
-        return Drawn(token_ids, logprobs, None if rest is None else rest.first(num_rows))
+        return Drawn(token_ids, logprobs, rest)
 
     def next_tokens(self, num_rows: int) -> torch.Tensor:
         """The tokens of ``replay_next`` alone."""

@@ -222,9 +222,10 @@ class CountedGraph:
             self.graph.replay()
             return
         again = self.launches()
-        for before, after in ((self.launched.out, again.out), (self.launched.logprobs, again.logprobs)):
-            for output, new in zip(tree_leaves(before), tree_leaves(after), strict=True):
-                if output is not None:
+        for name in ("out", "logprobs", "rest"):
+            pairs = zip(*(tree_leaves(getattr(one, name)) for one in (self.launched, again)), strict=True)
+            for output, new in pairs:
+                if torch.is_tensor(output):
                     output.copy_(new)
 
 
