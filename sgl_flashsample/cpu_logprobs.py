@@ -61,9 +61,9 @@ class _Block:
         self.vocab_start = spec.vocab_start
         self.temperature = torch.ones(len(logits), 1, dtype=torch.float64)
         if rows.temperature is not None:
-            given = rows.temperature[block, None].double()
+            given = rows.temperature[block, None]
             hot, cold = BatchParams.MAX_TEMPERATURE, BatchParams.MIN_TEMPERATURE
-            self.temperature = torch.where(given <= 0, 1.0, given.nan_to_num(nan=hot).clamp(cold, hot))
+            self.temperature = torch.where(given <= 0, 1.0, given.nan_to_num(nan=hot).clamp(cold, hot)).double()
         self.largest = self.logits.amax(1, keepdim=True)
         # Relative to the largest logit before the temperature: a quotient may be beyond a float32.
         self.log_total = torch.logsumexp(self._relative(self.logits), 1, keepdim=True)
@@ -117,8 +117,7 @@ def _first_ids(logits: torch.Tensor, k: int) -> torch.Tensor:
     above, tied = logits > least, logits == least
     chosen = above | (tied & (tied.cumsum(1) <= k - above.sum(1, keepdim=True)))
     columns = chosen.nonzero()[:, 1].view(len(logits), k)
-    # Zeros of both signs are equal: the sum with 0 has one of them.
-    order = (logits.gather(1, columns) + 0.0).sort(dim=1, descending=True, stable=True).indices
+    order = logits.gather(1, columns).sort(dim=1, descending=True, stable=True).indices
     return columns.gather(1, order)
 
 

@@ -1,4 +1,4 @@
-"""Logprobs of the likeliest ids and of given ids, behind ``Head``: the reference's, by kernels and in host memory, and no
+"""Logprobs of the likeliest ids and of given ids, behind ``Head``: the reference's, by kernels and in host memory. No
 token is another because of them."""
 
 from __future__ import annotations
