@@ -10,12 +10,22 @@ import torch
 from core_examples import ROWS, TILE, VOCAB, example, table_of
 from kernel_cases import DTYPES, KINDS, Case, make_case, pack_bits
 
-from sgl_flashsample import Head, LMHead, head, logprobs, paths
+from sgl_flashsample import (
+    Head,
+    LMHead,
+    LogprobOutput,
+    Logprobs,
+    Sampler,
+    SamplingParams,
+    WantedLogprobs,
+    paths,
+    sample,
+)
 from sgl_flashsample.kernels.logit_summary import LOWEST_LOGPROB
 from sgl_flashsample.kernels.params import BatchParams, LogitEdits
 from sgl_flashsample.kernels.reference import gather_logprobs_ref, top_logprobs_ref
 from sgl_flashsample.kinds import PLAIN
-from sgl_flashsample.logprobs import Logprobs, WantedLogprobs
+from sgl_flashsample.tables import lookup
 
 INF = float("inf")
 
@@ -26,8 +36,8 @@ def place(request, device, monkeypatch) -> torch.device:
     if request.param == "kernels":
         return device
     pytest.importorskip("numba")
-    for module in (head, logprobs, paths):
-        monkeypatch.setattr(module, "draws_in_host_memory", lambda device: True)
+    for module in ("head", "logprobs", "paths"):
+        monkeypatch.setattr(f"sgl_flashsample.{module}.draws_in_host_memory", lambda device: True)
     return torch.device("cpu")
 
 
@@ -217,6 +227,47 @@ def test_a_prompt_leaves_no_scratch_behind(place):
     held = head.num_bytes
     head.logprobs_of(case.hidden, case.params.seed % VOCAB, WantedLogprobs(3))
     assert head.num_bytes == held
+
+
+# --- the public functions ---------------------------------------------------------------------------------------------
+
+
+def test_sample_and_a_sampler_give_what_the_head_gives(place, monkeypatch, tmp_path):
+    monkeypatch.setenv(lookup.FOLDERS_VARIABLE, str(tmp_path))
+    case = make_case(5, 131, place, "edit+truncate")
+    wanted = WantedLogprobs(3, token_ids=some_ids(5, 4, 131, place), original=True)
+    sampler, limits = Sampler(case.head, max_rows=2), case.params.truncation
+    params = SamplingParams(case.params.temperature, limits.top_k, limits.top_p, limits.min_p, case.params.seed)
+    for logprobs, asked in ((3, WantedLogprobs(3)), (0, WantedLogprobs()), (wanted, wanted)):
+        drawn, found = Head(case.head).draw_with_logprobs(case.hidden, case.params, asked)
+        by_function = sample(case.hidden, case.head, case.params, logprobs=logprobs, path="logits")
+        by_sampler = sampler(
+            case.hidden, params, position=case.params.position, edits=case.params.edits, logprobs=logprobs
+        )
+        for out in (by_function, by_sampler):
+            assert isinstance(out, LogprobOutput)
+            assert torch.equal(out.token_ids, drawn.token_ids) and torch.equal(out.scores, drawn.scores)
+            assert torch.equal(out.logprobs, found.of_tokens)
+            assert (out.log_mass is None) == asked.original
+            assert (out.top_logprobs is None) == (found.top is None)
+            if found.top is not None:
+                assert all(torch.equal(one, other) for one, other in zip(out.top_logprobs, found.top, strict=True))
+            assert (out.token_ids_logprobs is None) == (found.of_ids is None)
+            if found.of_ids is not None:
+                assert torch.equal(out.token_ids_logprobs, found.of_ids)
+
+
+def test_a_number_is_of_ids_and_another_path_has_no_logprobs(device):
+    case = example(device)
+    for logprobs in (True, 5.0, [5]):
+        with pytest.raises(
+            ValueError, match=r"logprobs is .*; expected WantedLogprobs, or the number of the likeliest ids"
+        ):
+            sample(case.hidden, case.head, case.params, logprobs=logprobs)
+    with pytest.raises(ValueError, match=r"wanted\.top is 129; expected an integer from 1 to 128"):
+        Sampler(case.head)(case.hidden, logprobs=129)
+    with pytest.raises(ValueError, match="path is 'fused'; expected 'logits' or None where logprobs are asked for"):
+        sample(case.hidden, case.head, case.params, logprobs=5, path="fused")
 
 
 # --- arguments --------------------------------------------------------------------------------------------------------
