@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from typing import NamedTuple
 
 import torch
 
@@ -22,6 +23,13 @@ from .screen import Screen
 from .tables.lookup import resolve
 
 logger = logging.getLogger("sgl_flashsample")
+
+
+class LogprobScratch(NamedTuple):
+    """The scratch of draws with logprobs beside those of the tokens."""
+
+    draw: Workspace
+    rows: LogprobWorkspace
 
 
 class Head:
@@ -65,7 +73,7 @@ class Head:
         self._parts = paths.Parts.of(lm_head, screen, self._table, workspace)
         self.max_rows, self._searched, self._announces_changes = 0, searched, announces_changes
         self._rows_workspace: Workspace | None = None
-        self._logprob_workspace: LogprobWorkspace | None = None
+        self._logprob_scratch: LogprobScratch | None = None
         if max_rows:
             self.grow(max_rows)
 
@@ -118,13 +126,14 @@ class Head:
 
     @property
     def workspaces(self) -> list[Workspace]:
-        """The scratch of all draws, but that of the screen and of logprobs."""
-        return [one for one in (self._parts.workspace, self._rows_workspace) if one is not None]
+        """The scratch of all draws, but that of the screen."""
+        logprobs = None if self._logprob_scratch is None else self._logprob_scratch.draw
+        return [one for one in (self._parts.workspace, self._rows_workspace, logprobs) if one is not None]
 
     @property
-    def logprob_workspace(self) -> LogprobWorkspace | None:
-        """The scratch of logprobs beside those of tokens; None before ``reserve_logprobs``."""
-        return self._logprob_workspace
+    def logprob_scratch(self) -> LogprobScratch | None:
+        """Scratch of logprobs beside those of the tokens; None before ``reserve_logprobs``."""
+        return self._logprob_scratch
 
     @property
     def searched(self) -> torch.Tensor | None:
@@ -136,7 +145,7 @@ class Head:
         """Device memory that the scratch and the screen take."""
         screen = self.screen
         scratch = sum(workspace.num_bytes for workspace in self.workspaces)
-        scratch += 0 if self._logprob_workspace is None else self._logprob_workspace.num_bytes
+        scratch += 0 if self._logprob_scratch is None else self._logprob_scratch.rows.num_bytes
         return scratch + (0 if screen is None or screen.closed else screen.num_bytes)
 
     def draw(
@@ -224,26 +233,58 @@ class Head:
         """
         check_rows("hidden", hidden)
         check_params(params)
+        self._whole_head()
+        with paths.on_device_of(hidden):
+            scratch = self._logprob_scratch
+            if scratch is None or scratch.rows.max_rows < len(hidden):
+                return paths.launch_with_logprobs(hidden, params, self._parts, wanted)
+            parts = self._parts._replace(workspace=scratch.draw)
+            return paths.launch_with_logprobs(hidden, params, parts, wanted, scratch.rows)
+
+    def reserve_logprobs(self, max_rows: int) -> None:
+        """Make scratch for ``draw_with_logprobs`` of up to ``max_rows`` rows, where there is not enough: it then
+        allocates its results alone, and the logits of truncated rows."""
+        lm_head, held = self.lm_head, self._logprob_scratch
+        if held is None or held.rows.max_rows < max_rows or held.rows.vocab_size != lm_head.vocab_size:
+            device, table = lm_head.weight.device, reading_table(HeadTraits.of(lm_head))
+            configs = {config for _, _, config in table.configs_up_to(max_rows)}
+            slots = max(paths.slots_for(config, lm_head, max_rows) for config in configs)
+            draw = Workspace(slots, device, self._searched)
+            draw.gemm(max_rows, lm_head.weight.shape[0], paths.gemm_dtype(lm_head))
+            self._logprob_scratch = LogprobScratch(draw, LogprobWorkspace(max_rows, lm_head.vocab_size, device))
+
+    def logprobs_of(
+        self,
+        hidden: torch.Tensor,
+        token_ids: torch.Tensor,
+        wanted: WantedLogprobs,
+        *,
+        chunk_rows: int = paths.MAX_CHUNK_ROWS,
+    ) -> Logprobs:
+        """The logprobs of given tokens, of the likeliest ids and of given ids, without a draw: those of a prompt.
+
+        hidden: ``[T, D]``, contiguous rows, the head's dtype and device. token_ids: ``[T]`` int64, the token of each
+        row. wanted: with T rows; the temperature is 1, and there are no edits. chunk_rows: rows whose logits are in
+        memory at a time, 1 or more; fewer where these would take more than 384 MB. The call owns that memory and the
+        scratch, and keeps none. A row's result depends on the rows beside it as far as a GEMM's rounding does.
+
+        Never synchronises. Raises ValueError for a tensor of another shape, dtype, layout or device, and for a head
+        that is a shard of the vocabulary.
+        """
+        check_rows("hidden", hidden)
+        lm_head = self._whole_head()
+        if chunk_rows < 1:
+            raise ValueError(f"chunk_rows is {chunk_rows}; expected 1 or more")
+        with paths.on_device_of(hidden):
+            return paths.logprobs_in_chunks(hidden, token_ids, lm_head, wanted, chunk_rows)
+
+    def _whole_head(self) -> LMHead:
+        """The head that is drawn from. Raises ValueError for a shard of the vocabulary."""
         lm_head = self.lm_head
         self._table.check(lm_head)
         if lm_head.shards > 1:
             raise ValueError("the head is a shard of the vocabulary; expected the whole one")
-        with paths.on_device_of(hidden):
-            workspace = self._logprob_workspace
-            if workspace is not None and workspace.max_rows < len(hidden):
-                workspace = None
-            return paths.launch_with_logprobs(hidden, params, self._parts, wanted, workspace)
-
-    def reserve_logprobs(self, max_rows: int) -> None:
-        """Make scratch for ``draw_with_logprobs`` of up to ``max_rows`` rows, where there is not enough: it then
-        allocates its results alone."""
-        lm_head, held = self.lm_head, self._logprob_workspace
-        if held is not None and held.max_rows >= max_rows and held.vocab_size == lm_head.vocab_size:
-            return
-        device = lm_head.weight.device
-        self._logprob_workspace = LogprobWorkspace(max_rows, lm_head.vocab_size, device)
-        if self._parts.workspace is not None:
-            self._parts.workspace.gemm(max_rows, lm_head.weight.shape[0], paths.gemm_dtype(lm_head))
+        return lm_head
 
     def draw_from_logits(
         self,

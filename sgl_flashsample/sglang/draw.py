@@ -153,7 +153,7 @@ def _draw(lazy: LazyLogits, step: Step) -> Drawn:
             padded,
             kind,
             edits,
-            step.return_logprob if asked is None else asked.layout,
+            step.return_logprob if asked is None or wanted is None else (asked.layout, *map(_place_of, wanted[1:3])),
             table.lines if gathers else None,
             mix if not (mix.is_native or mix.edits or step.return_logprob) else None,
             staged,
@@ -161,7 +161,7 @@ def _draw(lazy: LazyLogits, step: Step) -> Drawn:
     if keyed is None:
         gather(state, step, num_rows)
         state.counts.launched += not lazy.prefills
-        logprobs = step.return_logprob if wanted is None else wanted.first(num_rows)
+        logprobs = step.return_logprob if wanted is None else wanted.rows(0, num_rows, len(padded))
         return Drawn.of(launch(state, hidden, params_of(state, step.kind, step.edits, num_rows), logprobs))
     if staged:
         table.hand_over(keyed.next_batch, hidden, step.slots, step.positions)
@@ -198,6 +198,10 @@ def _launches(
         given = Edit(0) if edits is None else edits.given
         table.gather(state.inputs.slots[:rows], state.inputs.positions[:rows], state.rows, edits=given)
     return launch(state, padded, params_of(state, kind, edits, rows), logprobs, retry=False)
+
+
+def _place_of(tensor: torch.Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
 
 
 def gather(state: HeadState, step: Step, rows: int) -> None:
@@ -288,7 +292,9 @@ def launch(
     exchange = state.exchange
     if isinstance(logprobs, WantedLogprobs):
         out, read = state.head.draw_with_logprobs(hidden, params, logprobs)
-        return Launched(out, (read, state.head.logprob_workspace), read.of_tokens, PackedLogprobs.of(read))
+        used = state.head.logprob_scratch
+        holds = read, used, None if used is None else used.draw.held
+        return Launched(out, holds, read.of_tokens, PackedLogprobs.of(read))
     if exchange is not None and (params.truncation is not None or state.whole_rows):
         scratch: list[Any] = []
 

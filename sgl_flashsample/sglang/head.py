@@ -120,7 +120,6 @@ class HeadState:
         if inputs is None or inputs.max_rows < num_rows:
             rows = max(num_rows, *self.captured, 1)
             inputs = self._logprob_inputs = LogprobInputs(rows, self.head.lm_head.weight.device)
-            self.graphs = None
             self.head.reserve_logprobs(rows)
         return inputs.load(asked, num_rows)
 
