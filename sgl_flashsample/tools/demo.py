@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from ..cpu_path import unsupported_by_machine
+from ..kernels.workspace import MAX_TOP_LOGPROBS
 from . import markov, smollm2
 from .server import SGL_FLASHSAMPLE_SERVE, SGLANG_LAUNCH_SERVER, Server, ServerError, stop_all
 
@@ -120,12 +121,12 @@ def make_server(folder: Path, model: str, dtype: str, *, stock: bool = False, po
 
 def trained_lines(ours: Server, stock: Server | None, tokens: int) -> list[str]:
     """Lines with greedy answers of the trained model, side by side: SGLang's own sampler (in a stock server, or in
-    ours, which leaves requests for top logprobs to it) and the fused pass."""
+    ours, which leaves requests for many top logprobs to it) and the fused pass."""
     for server in (stock or ours, ours):
         server.wait_until_ready()
     prompts = [smollm2.prompt(question) for question in QUESTIONS]
     params = {"temperature": 0, "max_new_tokens": tokens}
-    to_sglang = {"return_logprob": True, "top_logprobs_num": 1} if stock is None else {}
+    to_sglang = {"return_logprob": True, "top_logprobs_num": MAX_TOP_LOGPROBS + 1} if stock is None else {}
     answers, rates = [], []
     for server, fields in ((stock or ours, to_sglang), (ours, {})):
         started = time.monotonic()

@@ -61,15 +61,15 @@ COMPARED = {
         "native:custom_logit_processor",
     ),
     "sampling mask": ({"temperature": 1.0, "top_k": 5}, {"return_sampling_mask": True}, "native:sampling_mask"),
-    "top logprobs": ({"temperature": 1.0}, TOP_LOGPROBS, "native:top_logprobs"),
-    "token ids logprobs": (
-        {"temperature": 1.0},
-        {"return_logprob": True, "token_ids_logprob": [5, 6]},
-        "native:token_ids_logprobs",
-    ),
     "top_k 1": ({"temperature": 1.3, "top_k": 1}, {}, "fused"),
     "greedy with stop token": ({"temperature": 0, "stop_token_ids": [1]}, {}, "fused"),
     "greedy with logprob": ({"temperature": 0}, {"return_logprob": True}, "fused"),
+    "greedy with top logprobs": ({"temperature": 0}, TOP_LOGPROBS, "fused"),
+    "greedy with token ids logprobs": (
+        {"temperature": 0},
+        {"return_logprob": True, "token_ids_logprob": [5, 6]},
+        "fused",
+    ),
     "greedy with top_p": ({"temperature": 0, "top_p": 0.3, "min_p": 0.2}, {}, "fused"),
     "greedy with frequency penalty": ({"temperature": 0, "frequency_penalty": 1.5}, {}, "fused"),
     "greedy with presence penalty": ({"temperature": 0, "presence_penalty": 1.5}, {}, "fused"),
@@ -462,7 +462,7 @@ def test_each_row_of_a_mixed_batch_has_its_own_path_and_stocks_answer(servers, t
         ({"temperature": 0}, {}, "fused"),
         (disallowed, {"custom_logit_processor": servers["processor"]}, "native:custom_logit_processor"),
         ({"temperature": 1.0, "sampling_seed": 7}, {}, "fused"),
-        ({"temperature": 0}, TOP_LOGPROBS, "native:top_logprobs"),
+        ({"temperature": 0}, TOP_LOGPROBS, "fused"),
         ({"temperature": 0, "regex": "[a-f]+"}, {}, "fused"),
         ({"temperature": 0}, {"return_logprob": True}, "fused"),
         ({"temperature": 0, "frequency_penalty": 1.5, "repetition_penalty": 1.2}, {}, "fused"),
@@ -521,7 +521,7 @@ def metric(server: Server, name: str, **labels: str) -> float:
 def test_what_was_served_is_in_the_log_and_in_the_metrics_with_its_reasons(ours):
     ask_together(ours, [({"temperature": 1.0}, {})] * 2)
     newest = ours.log_lines("] flashsample: since the start: fused ")[-1]
-    for reason in ("custom_logit_processor", "sampling_mask", "top_logprobs"):
+    for reason in ("custom_logit_processor", "sampling_mask"):
         assert f"SGLang's sampler ({reason})" in newest
         assert metric(ours, "rows_total", path="native", reason=reason) > 0
     host = r"; CPU time of fused sampling [\d.]+ us per batch over [\d,]+ batches"
@@ -626,7 +626,7 @@ def test_other_heads_schedules_and_sglang_versions_follow_the_truth(folder, vari
             rows = [({"temperature": 0, "frequency_penalty": 1.5}, {}), ({"temperature": 1.0}, {})]
             rows += [({"temperature": 0}, TOP_LOGPROBS)]
             mixed, alone = ask_together(server, rows), [ask_together(server, [row])[0] for row in rows]
-            assert [set(paths(answer)) for answer in mixed] == [{"fused"}, {"fused"}, {"native:top_logprobs"}]
+            assert [set(paths(answer)) for answer in mixed] == [{"fused"}] * 3
             assert [mixed[row]["output_ids"] for row in (0, 2)] == [alone[row]["output_ids"] for row in (0, 2)]
         assert "Traceback" not in server.log_text()
 
@@ -796,7 +796,7 @@ def test_a_server_that_is_asked_to_counts_what_it_draws_whoever_draws_it(folder,
                 sampling_params={"max_new_tokens": 25, "ignore_eos": True, "temperature": temperature},
                 **fields,
             )
-            assert all_paths(answers) == {"native:top_logprobs" if fields else "fused"}
+            assert all_paths(answers) == {"fused"}
             for answer in answers:
                 answered.update(answer["output_ids"])
         assert not server.log_lines("not counted") and "Traceback" not in server.log_text()
