@@ -647,7 +647,7 @@ def test_a_page_of_moving_traffic_has_the_interval_and_what_a_server_does_not_co
 
 def test_under_load_what_a_healthy_server_does_not_do_is_named(load):
     module = load("load")
-    row = {"ends": {"answered": 9, "left": 1}, "rows": {"fused": 5, "native top_logprobs": 2}, "failures": []}
+    row = {"ends": {"answered": 9, "left": 1}, "rows": {"fused": 5}, "failures": []}
     assert module.wrong(row) == []
     assert module.wrong(row | {"ends": {"status 500": 2}}) == ["2 requests: status 500"]
     assert module.wrong(row | {"rows": {"native error": 2}}) == ["SGLang's sampler served rows: native error"]

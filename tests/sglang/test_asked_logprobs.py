@@ -153,6 +153,19 @@ def test_steps_with_these_logprobs_are_replayed_and_get_those_of_launches(script
     assert replaying.counts.replayed >= 4 and replaying.counts.late_captures == 2
 
 
+def test_steps_with_these_logprobs_of_other_layouts_have_graphs_of_their_own(script):
+    state, hidden = make_state(CPU, capture=CountingCapture(), script=script), hidden_states(CPU, 4)
+    whole = LazyLogits(hidden, VOCAB, state, lambda hidden: pytest.fail("logits"), hidden)
+    batch = make_batch({"temperature": 0}, {"temperature": 0})
+    for top, ids in (([3, 9], None), ([3, 1], None), (None, [[7], None]), (None, None)):
+        asked = AskedLogprobs.of((), top, ids, original=top is None and ids is None)
+        for number in range(8):
+            drawn = draw(whole[:2], step_of(batch, torch.arange(2) + number, None, True, asked=asked))
+            assert drawn.rest is not None
+            assert (drawn.rest.top, drawn.rest.ids) == (asked.layout.top, asked.layout.ids)
+    assert state.graphs.count == 8 and state.counts.replayed >= 12
+
+
 def test_values_are_those_of_the_step_also_when_the_next_one_has_overwritten_them():
     read = packed(
         torch.tensor([[-1.0, -2.0], [-3.0, -4.0]]), torch.tensor([[5, 6], [7, 8]]), torch.tensor([[0.5], [0.25]])
