@@ -342,7 +342,8 @@ def test_each_row_is_fused_unless_something_stands_against_that_row(rows, gramma
     "rows, logprobs, reasons",
     [
         ([{}, GREEDY], (True, [5, 128], [[1, 2], None], False), (None, None)),
-        ([{}, GREEDY], (True, [129, 5], [None, list(range(257))], False), ("top_logprobs", "token_ids_logprobs")),
+        ([{}, GREEDY], (True, [129, 5], [None, [1]], False), ("top_logprobs", None)),
+        ([{}, GREEDY], (True, [5, 5], [None, list(range(257))], False), (None, "token_ids_logprobs")),
         ([{}, GREEDY], (True, [0, 5], [list(range(256)), []], True), (None, None)),
         ([TEMPERED, {}], (True, [5, 5], None, False), (AT_TEMPERATURE, None)),
         ([TEMPERED, {}], (True, [5, 5], None, True), (None, None)),
