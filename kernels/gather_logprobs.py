@@ -102,7 +102,7 @@ def gather_logprobs(rows: LogitRows, ids: torch.Tensor, *, summary: RowSummary |
     Raises ValueError for a tensor of another shape, dtype, layout or device.
     """
     num_rows, spec = rows.num_rows, rows.spec
-    num_ids = _check_ids(ids, num_rows, rows.logits)
+    num_ids = check_ids(ids, num_rows, rows.logits)
     known = rows.complete(summary, ranked=False)
     logprobs = torch.empty(num_rows, num_ids, dtype=torch.float32, device=rows.logits.device)
     if logprobs.numel() == 0:
@@ -234,7 +234,7 @@ def head_logprobs(
     if params is not None:
         params = untruncated(params)
         params.check("hidden", hidden, spec)
-    num_ids = _check_ids(ids, num_rows, hidden)
+    num_ids = check_ids(ids, num_rows, hidden)
     check_rows("log_mass", log_mass, (num_rows, 2), torch.float32, hidden)
     logprobs = torch.empty(num_rows, num_ids, dtype=torch.float32, device=device)
     if logprobs.numel() == 0:
@@ -289,10 +289,10 @@ def head_logprobs(
     return logprobs
 
 
-def _check_ids(ids: torch.Tensor, num_rows: int, like: torch.Tensor) -> int:
+def check_ids(ids: torch.Tensor, num_rows: int, like: torch.Tensor, name: str = "ids") -> int:
     """m. Raises ValueError unless ``ids`` is contiguous ``[B, m]`` or ``[1, m]`` int64 on the device of ``like``."""
     if not isinstance(ids, torch.Tensor) or ids.dim() != 2 or ids.shape[0] not in (1, num_rows):
         shape = tuple(ids.shape) if isinstance(ids, torch.Tensor) else type(ids).__name__
-        raise ValueError(f"ids is {shape}; expected a tensor of shape ({num_rows}, m) or (1, m)")
-    check_rows("ids", ids, tuple(ids.shape), torch.int64, like)
+        raise ValueError(f"{name} is {shape}; expected a tensor of shape ({num_rows}, m) or (1, m)")
+    check_rows(name, ids, tuple(ids.shape), torch.int64, like)
     return ids.shape[1]

@@ -107,10 +107,7 @@ def merge_top_logprobs(parts: TopLogprobs, *, counts: torch.Tensor | None = None
     check_rows("log_mass", parts.log_mass, (num_ranks, num_rows, 2), torch.float32, ids)
     if counts is not None:
         check_rows("counts", counts, (num_rows,), torch.int32, ids)
-    logprobs = torch.empty(num_rows, k, dtype=torch.float32, device=ids.device)
-    output = TopLogprobs(
-        torch.empty_like(ids[0]), logprobs, torch.empty_like(logprobs), logprobs.new_empty(num_rows, 2)
-    )
+    output = TopLogprobs.empty(num_rows, k, ids.device)
     if num_rows == 0:
         return output
     width = width_of(k)

@@ -68,6 +68,19 @@ class TopLogprobs(NamedTuple):
     logits: torch.Tensor
     log_mass: torch.Tensor | None
 
+    @classmethod
+    def empty(cls, num_rows: int, k: int, device: torch.device) -> TopLogprobs:
+        """Room for the ``k`` likeliest ids of ``num_rows`` rows, and for their log-masses."""
+        logprobs = torch.empty(num_rows, k, dtype=torch.float32, device=device)
+        ids = torch.empty(num_rows, k, dtype=torch.int64, device=device)
+        return cls(ids, logprobs, torch.empty_like(logprobs), logprobs.new_empty(num_rows, 2))
+
+    def store(self, start: int, part: TopLogprobs) -> None:
+        """Copy those of some rows to their places, from row ``start`` on."""
+        for whole, some in zip(self, part, strict=True):
+            if whole is not None and some is not None:
+                whole[start : start + len(some)] = some
+
 
 @triton.jit
 def sort_keys(values, exists, SHIFT: tl.constexpr):
@@ -252,10 +265,10 @@ def width_of(k: int) -> int:
     return next(width for width in WIDTHS if width >= k)
 
 
-def check_k(k: int) -> None:
+def check_k(k: int, name: str = "k") -> None:
     """Raise ValueError unless ``k`` ids of a row can be asked for."""
     if not isinstance(k, int) or not 1 <= k <= MAX_TOP_LOGPROBS:
-        raise ValueError(f"k is {k!r}; expected an integer from 1 to {MAX_TOP_LOGPROBS}")
+        raise ValueError(f"{name} is {k!r}; expected an integer from 1 to {MAX_TOP_LOGPROBS}")
 
 
 def top_logprobs(
@@ -274,12 +287,10 @@ def top_logprobs(
     if counts is not None:
         check_rows("counts", counts, (rows.num_rows,), torch.int32, rows.logits)
     known = rows.complete(summary, ranked=True, counts=counts)
-    num_rows, spec, device = rows.num_rows, rows.spec, rows.logits.device
-    logprobs = torch.empty(num_rows, k, dtype=torch.float32, device=device)
-    log_mass = logprobs.new_empty(num_rows, 2) if known.log_mass is None else known.log_mass
-    output = TopLogprobs(
-        torch.empty(num_rows, k, dtype=torch.int64, device=device), logprobs, torch.empty_like(logprobs), log_mass
-    )
+    num_rows, spec = rows.num_rows, rows.spec
+    output = TopLogprobs.empty(num_rows, k, rows.logits.device)
+    if known.log_mass is not None:
+        output = output._replace(log_mass=known.log_mass)
     if num_rows == 0:
         return output
     constants: dict[str, Any] = {

@@ -217,12 +217,42 @@ class Head:
         """
         check_rows("hidden", hidden)
         check_params(params)
+        self._whole_head()
+        with paths.on_device_of(hidden):
+            return paths.launch_with_logprobs(hidden, params, self._parts, wanted)
+
+    def logprobs_of(
+        self,
+        hidden: torch.Tensor,
+        token_ids: torch.Tensor,
+        wanted: WantedLogprobs,
+        *,
+        chunk_rows: int = paths.MAX_CHUNK_ROWS,
+    ) -> Logprobs:
+        """The logprobs of given tokens, of the likeliest ids and of given ids, without a draw: those of a prompt.
+
+        hidden: ``[T, D]``, contiguous rows, the head's dtype and device. token_ids: ``[T]`` int64, the token of each
+        row. wanted: with T rows; the temperature is 1, and there are no edits. chunk_rows: rows whose logits are in
+        memory at a time, 1 or more; fewer where these would take more than 384 MB. The call owns that memory and the
+        scratch, and keeps none. A row's result depends on the rows beside it as far as a GEMM's rounding does.
+
+        Never synchronises. Raises ValueError for a tensor of another shape, dtype, layout or device, and for a head
+        that is a shard of the vocabulary.
+        """
+        check_rows("hidden", hidden)
+        lm_head = self._whole_head()
+        if chunk_rows < 1:
+            raise ValueError(f"chunk_rows is {chunk_rows}; expected 1 or more")
+        with paths.on_device_of(hidden):
+            return paths.logprobs_in_chunks(hidden, token_ids, lm_head, wanted, chunk_rows)
+
+    def _whole_head(self) -> LMHead:
+        """The head that is drawn from. Raises ValueError for a shard of the vocabulary."""
         lm_head = self.lm_head
         self._table.check(lm_head)
         if lm_head.shards > 1:
             raise ValueError("the head is a shard of the vocabulary; expected the whole one")
-        with paths.on_device_of(hidden):
-            return paths.launch_with_logprobs(hidden, params, self._parts, wanted)
+        return lm_head
 
     def draw_from_logits(
         self,

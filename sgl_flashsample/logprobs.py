@@ -5,22 +5,25 @@ A batch that asks for the last two takes a GEMM and a reader, whatever its size:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
-from .kernels.gather_logprobs import gather_logprobs
-from .kernels.logit_summary import LogitRows, RowSummary
+from .cpu_logprobs import read_on_cpu
+from .cpu_path import draws_in_host_memory
+from .kernels.gather_logprobs import check_ids, gather_logprobs
+from .kernels.logit_summary import LogitRows, RowSummary, check_rows
 from .kernels.params import SampleOutput
-from .kernels.top_logprobs import TopLogprobs, top_logprobs
+from .kernels.top_logprobs import TopLogprobs, check_k, top_logprobs
 
 
 class WantedLogprobs(NamedTuple):
-    """The logprobs that a batch asks for.
+    """The logprobs that a batch asks for, beside those of its tokens.
 
-    top: the most likeliest ids of any row, 0 to ``MAX_TOP_LOGPROBS``. counts: ``[B]`` int32, those of each row; None:
-    ``top`` in every row. token_ids: ``[B, m]`` int64, absolute ids of each row, -1 in unused places, or ``[1, m]``, the
-    same for all rows; None: no given ids. original: at temperature 1 in every row, edits included
+    top: the most likeliest ids of any row, 0 to ``MAX_TOP_LOGPROBS``, 128. counts: ``[B]`` int32, those of each row;
+    None: ``top`` in every row. token_ids: ``[B, m]`` int64, absolute ids of each row, -1 in unused places, or
+    ``[1, m]``, the same for all rows; None: no given ids. original: at temperature 1 in every row, edits included
     (``SGLANG_RETURN_ORIGINAL_LOGPROB``); else at the temperature of the draw.
     """
 
@@ -28,6 +31,23 @@ class WantedLogprobs(NamedTuple):
     counts: torch.Tensor | None = None
     token_ids: torch.Tensor | None = None
     original: bool = False
+
+    def check(self, num_rows: int, like: torch.Tensor) -> None:
+        """Raise ValueError unless this fits a batch of ``num_rows`` rows on the device of ``like``."""
+        if self.top != 0:
+            check_k(self.top, "wanted.top")
+        if self.counts is not None:
+            check_rows("wanted.counts", self.counts, (num_rows,), torch.int32, like)
+        if self.token_ids is not None:
+            check_ids(self.token_ids, num_rows, like, "wanted.token_ids")
+
+    def rows(self, start: int, stop: int, num_rows: int) -> WantedLogprobs:
+        """The logprobs of the rows from ``start`` to ``stop`` of ``num_rows``, as views."""
+        counts = None if self.counts is None else self.counts[start:stop]
+        token_ids = self.token_ids
+        if token_ids is not None and token_ids.shape[0] == num_rows:
+            token_ids = token_ids[start:stop]
+        return self._replace(counts=counts, token_ids=token_ids)
 
 
 class Logprobs(NamedTuple):
@@ -38,6 +58,23 @@ class Logprobs(NamedTuple):
     top: TopLogprobs | None
     of_ids: torch.Tensor | None
 
+    @classmethod
+    def empty(cls, wanted: WantedLogprobs, num_rows: int, device: torch.device) -> Logprobs:
+        """Room for the logprobs of ``num_rows`` rows."""
+        of_tokens = torch.empty(num_rows, dtype=torch.float32, device=device)
+        top = TopLogprobs.empty(num_rows, wanted.top, device) if wanted.top else None
+        of_ids = None if wanted.token_ids is None else of_tokens.new_empty(num_rows, wanted.token_ids.shape[1])
+        return cls(of_tokens, top, of_ids)
+
+    def store(self, start: int, part: Logprobs) -> None:
+        """Copy the logprobs of some rows to their places, from row ``start`` on."""
+        places = slice(start, start + len(part.of_tokens))
+        self.of_tokens[places] = part.of_tokens
+        if self.top is not None and part.top is not None:
+            self.top.store(start, part.top)
+        if self.of_ids is not None and part.of_ids is not None:
+            self.of_ids[places] = part.of_ids
+
 
 def read_logprobs(
     rows: LogitRows, token_ids: torch.Tensor, wanted: WantedLogprobs, drawn: SampleOutput | None = None
@@ -47,13 +84,31 @@ def read_logprobs(
     drawn: a draw from these rows with logprobs, at the temperatures of ``rows``: its values are taken. Never
     synchronises. Raises ValueError for a tensor of another shape, dtype, layout or device.
     """
-    known = RowSummary(log_mass=None if drawn is None else drawn.log_mass)
-    if known.log_mass is None:
-        known = rows.complete(known, ranked=wanted.top > 0)
-    top = top_logprobs(rows, wanted.top, counts=wanted.counts, summary=known) if wanted.top else None
-    of_ids = None if wanted.token_ids is None else gather_logprobs(rows, wanted.token_ids, summary=known)
-    if drawn is None or drawn.logprobs is None:
-        of_tokens = gather_logprobs(rows, token_ids[:, None], summary=known)[:, 0]
+    wanted.check(rows.num_rows, rows.logits)
+    check_rows("token_ids", token_ids, (rows.num_rows,), torch.int64, rows.logits)
+    of_tokens = None if drawn is None else drawn.logprobs
+    log_mass = None if drawn is None else drawn.log_mass
+    lists = [] if wanted.token_ids is None else [wanted.token_ids]
+    if of_tokens is None:
+        lists.append(token_ids[:, None])
+    if draws_in_host_memory(rows.logits.device):
+        top, found = read_on_cpu(rows, wanted.top, wanted.counts, lists, log_mass)
     else:
-        of_tokens = drawn.logprobs
-    return Logprobs(of_tokens, top, of_ids)
+        top, found = _read_by_kernels(rows, wanted.top, wanted.counts, lists, log_mass)
+    of_ids = None if wanted.token_ids is None else found[0]
+    return Logprobs(found[-1][:, 0] if of_tokens is None else of_tokens, top, of_ids)
+
+
+def _read_by_kernels(
+    rows: LogitRows,
+    k: int,
+    counts: torch.Tensor | None,
+    lists: Sequence[torch.Tensor],
+    log_mass: torch.Tensor | None,
+) -> tuple[TopLogprobs | None, list[torch.Tensor]]:
+    """``read_on_cpu`` by kernels: one pass over the logits for all of it."""
+    known = RowSummary(log_mass=log_mass)
+    if log_mass is None:
+        known = rows.complete(known, ranked=k > 0)
+    top = top_logprobs(rows, k, counts=counts, summary=known) if k else None
+    return top, [gather_logprobs(rows, ids, summary=known) for ids in lists]

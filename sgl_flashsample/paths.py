@@ -16,17 +16,20 @@ from .cpu_path import draws_in_host_memory, sample_on_cpu
 from .defaults import HeadTraits, default_config_on, family_of_device, truncation_config
 from .dispatch import DispatchTable, default_table
 from .flashinfer_path import draw_with_flashinfer
-from .kernels.config import DEFAULT_TRUNCATION, ReadConfig, ScreenConfig, TruncationConfig
+from .kernels.config import DEFAULT_TRUNCATION, GROUP_SIZE, ReadConfig, ScreenConfig, TruncationConfig, cdiv
 from .kernels.launch import is_compiling_only
 from .kernels.lm_head_sample import lm_head_sample, workspace_slots
 from .kernels.logit_summary import LogitRows
-from .kernels.params import BatchParams, LMHead, LogitsSpec, SampleOutput
+from .kernels.params import BatchParams, LMHead, LogitsSpec, SampleOutput, check_tensor
 from .kernels.sample_logits import read_slots, sample_logits
 from .kernels.screened_sample import screened_sample
-from .kernels.workspace import Workspace
+from .kernels.workspace import LogprobWorkspace, Workspace
 from .kinds import BatchKind, Config, SamplingPath
 from .logprobs import Logprobs, WantedLogprobs, read_logprobs
 from .screen import Screen, unsupported_head
+
+MAX_CHUNK_ROWS = 1024  # of a prompt, whose logits are in memory at a time
+MAX_CHUNK_BYTES = 384_000_000  # of these logits
 
 
 class Parts(NamedTuple):
@@ -110,21 +113,57 @@ def launch_with_logprobs(
     """Draw one token per row from the logits of a GEMM, and read the logprobs that are wanted from them. Raises
     ValueError for arguments that do not fit."""
     head, num_rows = parts.lm_head, max(1, hidden.shape[0])
-    config = default_config_on(HeadTraits.of(head), SamplingPath.LOGITS, num_rows, BatchKind.of(params))
-    assert isinstance(config, ReadConfig)
-    workspace = parts.workspace or Workspace(slots_for(config, head, num_rows), hidden.device)
-    logits = compute_logits(hidden, head, workspace)
-    drawn = sample_logits(
-        logits,
-        head.spec,
-        params,
-        config,
-        return_logprob=not wanted.original,
-        workspace=workspace,
-        truncation_config=parts.truncation_config,
-    )
+    head.check(hidden)
+    wanted.check(hidden.shape[0], hidden)
+    workspace, known = parts.workspace, not wanted.original
+    if draws_in_host_memory(hidden.device):
+        logits = compute_logits(hidden, head, workspace or Workspace(1, hidden.device))
+        drawn = sample_on_cpu(logits, head.spec, params, return_logprob=known)
+    else:
+        config = default_config_on(HeadTraits.of(head), SamplingPath.LOGITS, num_rows, BatchKind.of(params))
+        assert isinstance(config, ReadConfig)
+        slots = slots_for(config, head, num_rows)
+        if workspace is None or workspace.slots < slots:  # made for batches that take other configurations
+            workspace = Workspace(slots, hidden.device, None if workspace is None else workspace.searched)
+        logits = compute_logits(hidden, head, workspace)
+        drawn = sample_logits(
+            logits,
+            head.spec,
+            params,
+            config,
+            return_logprob=known,
+            workspace=workspace,
+            truncation_config=parts.truncation_config,
+        )
     rows = LogitRows(logits, head.spec, params, original=wanted.original)
-    return drawn, read_logprobs(rows, drawn.token_ids, wanted, None if wanted.original else drawn)
+    return drawn, read_logprobs(rows, drawn.token_ids, wanted, drawn if known else None)
+
+
+def logprobs_in_chunks(
+    hidden: torch.Tensor,  # [T, D], the weight's dtype
+    token_ids: torch.Tensor,  # [T] int64
+    head: LMHead,
+    wanted: WantedLogprobs,
+    chunk_rows: int,
+) -> Logprobs:
+    """The logprobs that are wanted of all rows at temperature 1, from the logits of so many rows at a time, or fewer
+    where ``MAX_CHUNK_BYTES`` says so. Raises ValueError for arguments that do not fit."""
+    head.check(hidden)
+    num_rows = hidden.shape[0]
+    wanted.check(num_rows, hidden)
+    check_tensor("token_ids", token_ids, (num_rows,), torch.int64, hidden)
+    found = Logprobs.empty(wanted, num_rows, hidden.device)
+    row_bytes = cdiv(head.weight.shape[0], GROUP_SIZE) * GROUP_SIZE * gemm_dtype(head).itemsize
+    most = max(1, min(chunk_rows, MAX_CHUNK_BYTES // row_bytes))
+    size = cdiv(num_rows, cdiv(num_rows, most)) if num_rows else 1  # chunks of one size, as near as it may be
+    # Scratch of this call alone: a prompt must not leave behind what a step of decoding never needs.
+    workspace, scratch = Workspace(1, hidden.device), LogprobWorkspace(size, head.vocab_size, hidden.device)
+    for start in range(0, num_rows, size):
+        stop = min(start + size, num_rows)
+        logits = compute_logits(hidden[start:stop], head, workspace)
+        rows = LogitRows(logits, head.spec, workspace=scratch)
+        found.store(start, read_logprobs(rows, token_ids[start:stop], wanted.rows(start, stop, num_rows)))
+    return found
 
 
 def launch_flashinfer(hidden: torch.Tensor, params: BatchParams, parts: Parts) -> SampleOutput:

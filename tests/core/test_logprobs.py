@@ -1,0 +1,275 @@
+"""Logprobs of the likeliest ids and of given ids, behind ``Head``: the reference's, by kernels and in host memory. No
+token is another because of them."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from core_examples import ROWS, TILE, VOCAB, example, table_of
+from kernel_cases import DTYPES, KINDS, Case, make_case, pack_bits
+
+from sgl_flashsample import Head, LMHead, head, logprobs, paths
+from sgl_flashsample.kernels.logit_summary import LOWEST_LOGPROB
+from sgl_flashsample.kernels.params import BatchParams, LogitEdits
+from sgl_flashsample.kernels.reference import gather_logprobs_ref, top_logprobs_ref
+from sgl_flashsample.kinds import PLAIN
+from sgl_flashsample.logprobs import Logprobs, WantedLogprobs
+
+INF = float("inf")
+
+
+@pytest.fixture(params=["kernels", "host memory"])
+def place(request, device, monkeypatch) -> torch.device:
+    """The device of the batches: that of the kernels, or the CPU without them."""
+    if request.param == "kernels":
+        return device
+    pytest.importorskip("numba")
+    for module in (head, logprobs, paths):
+        monkeypatch.setattr(module, "draws_in_host_memory", lambda device: True)
+    return torch.device("cpu")
+
+
+def some_ids(num_rows: int, num_ids: int, vocab: int, device: torch.device) -> torch.Tensor:
+    """Given ids, the first one twice, the last one unused."""
+    ids = torch.randint(vocab, (num_rows, num_ids), generator=torch.Generator().manual_seed(num_ids))
+    ids[:, 1], ids[:, -1] = ids[:, 0], -1
+    return ids.to(device)
+
+
+def assert_close(got: torch.Tensor, want: torch.Tensor, slack: float = 0.0) -> None:
+    """Within a few roundings of float32; NaN where NaN is expected."""
+    assert got.dtype is torch.float32 and not (got > 0).any()
+    near = (got.double() - want).abs() <= 2e-5 + 4e-7 * want.abs() + slack
+    assert (near | (got.isnan() & want.isnan())).all()
+
+
+def assert_reference(
+    found: Logprobs,
+    logits: torch.Tensor,
+    tokens: torch.Tensor,
+    wanted: WantedLogprobs,
+    temperature: torch.Tensor | None = None,
+    slack: float = 0.0,
+) -> None:
+    """``found`` is the reference's of ``[B, V]`` float64 logits after their edits; empty behind the count of a row, and
+    behind its last id."""
+    assert_close(found.of_tokens, gather_logprobs_ref(logits, tokens[:, None], temperature)[:, 0], slack)
+    assert (found.of_ids is None) == (wanted.token_ids is None)
+    if wanted.token_ids is not None:
+        ids = wanted.token_ids.expand(len(logits), -1)
+        assert_close(found.of_ids, gather_logprobs_ref(logits, ids, temperature), slack)
+    assert (found.top is None) == (wanted.top == 0)
+    if found.top is None:
+        return
+    known = min(wanted.top, logits.shape[1])
+    ids, values = top_logprobs_ref(logits, known, temperature)
+    counts = wanted.counts.tolist() if wanted.counts is not None else [wanted.top] * len(logits)
+    for row, count in enumerate(counts):
+        count = max(0, min(count, known))
+        assert torch.equal(found.top.token_ids[row, :count], ids[row, :count])
+        assert_close(found.top.logprobs[row, :count], values[row, :count], slack)
+        assert set(found.top.token_ids[row, count:].tolist()) <= {-1}
+        assert set(found.top.logprobs[row, count:].tolist()) <= {LOWEST_LOGPROB}
+        assert set(found.top.logits[row, count:].tolist()) <= {-INF}
+
+
+def assert_drawn(case: Case, wanted: WantedLogprobs, slack: float = 0.0) -> None:
+    """A draw with these logprobs has the tokens of one without, and the reference's logprobs."""
+    head = Head(case.head)
+    drawn, found = head.draw_with_logprobs(case.hidden, case.params, wanted)
+    path = "logits" if case.head.gemm_gives_logits else None
+    plain = head.draw(case.hidden, case.params, path=path, return_logprob=True)
+    assert torch.equal(drawn.token_ids, plain.token_ids) and torch.equal(drawn.scores, plain.scores)
+    temperature = None if wanted.original else case.params.temperature
+    assert_reference(found, case.edited, drawn.token_ids, wanted, temperature, slack)
+    if wanted.original:
+        assert drawn.logprobs is drawn.log_mass is None
+    else:
+        assert found.of_tokens is drawn.logprobs and torch.equal(drawn.log_mass, plain.log_mass)
+        assert found.top is None or found.top.log_mass is drawn.log_mass
+
+
+# --- draws ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("original", [False, True], ids=["at temperature", "original"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_logprobs_are_the_references_and_tokens_those_of_a_draw_without_them(place, dtype, kind, original):
+    for num_rows, vocab, k in ((1, 601, 5), (7, 515, 20)):
+        case = make_case(num_rows, vocab, place, kind, DTYPES[dtype], padding=5)
+        counts = torch.tensor([3, 0, k, -1, 1, k, 2][:num_rows], dtype=torch.int32, device=place)
+        wanted = WantedLogprobs(k, counts, some_ids(num_rows, 9, vocab, place), original)
+        assert_drawn(case, wanted)
+
+
+def test_a_vocabulary_may_have_fewer_ids_than_are_wanted(place):
+    assert_drawn(make_case(3, 17, place), WantedLogprobs(20))
+
+
+def test_given_ids_may_be_the_same_for_all_rows_and_nothing_else_be_wanted(place):
+    case = make_case(5, 131, place)
+    assert_drawn(case, WantedLogprobs(token_ids=some_ids(1, 9, 131, place)))
+    assert_drawn(case, WantedLogprobs())
+    assert_drawn(case, WantedLogprobs(original=True))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"softcap": 5.0}, {"logit_scale": 0.25}, {"logit_scale": -3.0, "softcap": 20.0}, {"logits_dtype": torch.float32}],
+    ids=str,
+)
+def test_scale_soft_cap_and_rounding_are_the_heads(place, options):
+    """Soft-capped logits are compared where no two are near one another."""
+    case = make_case(5, 901, place, "edit", **options)
+    k = 0 if "softcap" in options else 9
+    assert_drawn(case, WantedLogprobs(k, token_ids=some_ids(5, 20, 901, place)), 8 * case.softcap_error)
+
+
+def test_the_likeliest_ids_of_a_soft_capped_head_are_its_own(place):
+    """Its logits are 0.01 apart or more."""
+    values = torch.linspace(-30.0, 30.0, 301, device=place)[
+        torch.randperm(301, generator=torch.Generator().manual_seed(1))
+    ]
+    hidden, row = torch.ones(2, 16, device=place), torch.arange(2, device=place)
+    weight = torch.nn.functional.pad(values[:, None], (0, 15))
+    case = Case(hidden, LMHead(weight, softcap=20.0), BatchParams(0.5 + row, row, row))
+    assert_drawn(case, WantedLogprobs(9), 8 * case.softcap_error)
+
+
+def test_ids_that_a_mask_forbids_follow_the_allowed_ones(place):
+    case = make_case(2, 131, place)
+    allowed = torch.zeros(2, 131, dtype=torch.bool, device=place)
+    allowed[0, [130, 3, 50]], allowed[1, 77] = True, True
+    case = case.with_params(edits=LogitEdits(mask=pack_bits(allowed)))
+    wanted = WantedLogprobs(5, token_ids=torch.tensor([[77, 3]], device=place))
+    assert_drawn(case, wanted)
+    _, found = Head(case.head).draw_with_logprobs(case.hidden, case.params, wanted)
+    assert found.top.token_ids[1].tolist() == [77, 0, 1, 2, 3]
+    assert found.of_ids[1].tolist() == [0.0, LOWEST_LOGPROB]
+
+
+def test_scratch_that_was_made_for_other_configurations_does_not_matter(place):
+    case = example(place)
+    head = Head(case.head, max_rows=1, table=table_of(case.head, [PLAIN], {1: TILE, ROWS: TILE}))
+    drawn, found = head.draw_with_logprobs(case.hidden, case.params, WantedLogprobs(3))
+    assert_reference(found, case.edited, drawn.token_ids, WantedLogprobs(3), case.params.temperature)
+
+
+def test_no_rows_have_no_logprobs(place):
+    case = make_case(2, 131, place)
+    none = case.rows(torch.arange(0, device=place))
+    wanted = WantedLogprobs(5, token_ids=torch.zeros(0, 3, dtype=torch.int64, device=place))
+    drawn, found = Head(case.head).draw_with_logprobs(none.hidden, none.params, wanted)
+    prompt = Head(case.head).logprobs_of(none.hidden, drawn.token_ids, wanted)
+    for one in (found, prompt):
+        assert one.of_tokens.shape == (0,) and one.of_ids.shape == (0, 3) and one.top.token_ids.shape == (0, 5)
+
+
+# --- prompts ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def chunks(monkeypatch) -> list[int]:
+    """The rows of each GEMM, from now on."""
+    seen: list[int] = []
+    compute = paths.compute_logits
+
+    def noted(hidden, *arguments, **keywords):
+        seen.append(len(hidden))
+        return compute(hidden, *arguments, **keywords)
+
+    monkeypatch.setattr(paths, "compute_logits", noted)
+    return seen
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_logprobs_of_a_prompt_are_the_references_whatever_the_chunks(place, chunks, dtype):
+    case = make_case(11, 515, place, dtype=DTYPES[dtype], padding=5)
+    head, tokens = Head(case.head), some_ids(11, 3, 515, place)[:, 0].contiguous()
+    counts = torch.arange(11, dtype=torch.int32, device=place) - 1
+    for ids in (some_ids(11, 4, 515, place), some_ids(1, 4, 515, place), None):
+        wanted = WantedLogprobs(7, counts, ids)
+        for chunk_rows in (1, 4, 11, 1024):
+            found = head.logprobs_of(case.hidden, tokens, wanted, chunk_rows=chunk_rows)
+            assert_reference(found, case.edited, tokens, wanted)
+    assert chunks == 3 * ([1] * 11 + [4, 4, 3] + [11] + [11])
+
+
+def test_logits_of_a_chunk_take_few_bytes_and_chunks_are_of_one_size(place, chunks, monkeypatch):
+    """A row takes 4 bytes for each of 608 ids; with the bound, 4 rows."""
+    case = example(place)
+    monkeypatch.setattr(paths, "MAX_CHUNK_BYTES", 5 * 4 * 608 - 1)
+    tokens = case.params.seed % VOCAB
+    found = Head(case.head).logprobs_of(case.hidden, tokens, WantedLogprobs(3))
+    assert_reference(found, case.edited, tokens, WantedLogprobs(3))
+    monkeypatch.setattr(paths, "MAX_CHUNK_BYTES", 1)
+    Head(case.head).logprobs_of(case.hidden[:2], tokens[:2], WantedLogprobs())
+    assert chunks == [3, 3, 3, 1, 1]
+
+
+def test_a_prompt_leaves_no_scratch_behind(place):
+    case = example(place)
+    head = Head(case.head, max_rows=2)
+    held = head.num_bytes
+    head.logprobs_of(case.hidden, case.params.seed % VOCAB, WantedLogprobs(3))
+    assert head.num_bytes == held
+
+
+# --- arguments --------------------------------------------------------------------------------------------------------
+
+
+IDS = torch.zeros(9, 2, dtype=torch.int64)
+
+
+@pytest.mark.parametrize(
+    "wanted, message",
+    [
+        (WantedLogprobs(129), "wanted.top is 129; expected an integer from 1 to 128"),
+        (WantedLogprobs(-1), "wanted.top is -1; expected"),
+        (
+            WantedLogprobs(3, IDS[:, 0]),
+            r"wanted.counts is \(9,\) torch.int64 .*; expected contiguous \(9,\) torch.int32",
+        ),
+        (WantedLogprobs(3, IDS[:8, 0].int()), r"wanted.counts is \(8,\)"),
+        (
+            WantedLogprobs(token_ids=IDS[:8]),
+            r"wanted.token_ids is \(8, 2\); expected a tensor of shape \(9, m\) or \(1,",
+        ),
+        (WantedLogprobs(token_ids=IDS.int()), r"wanted.token_ids is \(9, 2\) torch.int32"),
+    ],
+)
+def test_what_is_wanted_and_does_not_fit_is_named(device, wanted, message):
+    case = example(device)
+    wanted = WantedLogprobs(*(one.to(device) if isinstance(one, torch.Tensor) else one for one in wanted))
+    with pytest.raises(ValueError, match=message):
+        Head(case.head).draw_with_logprobs(case.hidden, case.params, wanted)
+    with pytest.raises(ValueError, match=message):
+        Head(case.head).logprobs_of(case.hidden, case.params.seed % VOCAB, wanted)
+
+
+def test_rows_and_heads_that_do_not_fit_are_named(device):
+    case = example(device)
+    head, tokens = Head(case.head), case.params.seed % VOCAB
+    shard = Head(LMHead.of_rank(case.head.weight[:304].contiguous(), 0, 2, VOCAB))
+    for call, message in (
+        (lambda: head.logprobs_of(case.hidden[0], tokens, WantedLogprobs()), r"hidden has shape \(32,\)"),
+        (lambda: head.logprobs_of(case.hidden[:, :16], tokens, WantedLogprobs()), r"hidden is \(9, 16\)"),
+        (lambda: head.logprobs_of(case.hidden, tokens[:2], WantedLogprobs()), r"token_ids is \(2,\)"),
+        (lambda: head.logprobs_of(case.hidden, tokens.int(), WantedLogprobs()), "token_ids is .*int32"),
+        (lambda: head.logprobs_of(case.hidden, tokens, WantedLogprobs(), chunk_rows=0), "chunk_rows is 0; expected 1"),
+        (lambda: shard.logprobs_of(case.hidden, tokens, WantedLogprobs()), "the head is a shard of the vocabulary"),
+        (lambda: shard.draw_with_logprobs(case.hidden, case.params, WantedLogprobs()), "the head is a shard"),
+        (lambda: head.draw_with_logprobs(case.hidden, None, WantedLogprobs()), "params is a NoneType"),
+        (
+            lambda: head.draw_with_logprobs(
+                case.hidden, dataclasses.replace(case.params, seed=tokens[:1]), WantedLogprobs()
+            ),
+            r"seed is \(1,\)",
+        ),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
