@@ -111,8 +111,7 @@ class PromptHooks:
         metadata: Any,
     ) -> Any:
         """The logprobs of these prompts from our head; None where SGLang has to compute them."""
-        processor = getattr(get_logits, "__self__", None)
-        state = self.runtime.prompt_head(processor, hidden, lm_head, metadata)
+        state = self.runtime.prompt_head(getattr(get_logits, "__self__", None), hidden, lm_head, metadata)
         if state is None:
             return None
         targets: torch.Tensor = metadata.extend_input_logprob_token_ids_gpu
@@ -134,7 +133,7 @@ class PromptHooks:
         def compute(hidden: torch.Tensor) -> torch.Tensor:
             return get_logits(hidden, lm_head, metadata, use_logits_buffer=False)
 
-        drawing = LazyLogits(hidden[sample_indices], processor.vocab_size, state, compute, prefills=True)
+        drawing = LazyLogits(hidden[sample_indices], state.processor.vocab_size, state, compute, prefills=True)
         return result_of(prompts, logprobs, metadata, state), drawing
 
     def _stop(self, error: Exception) -> None:
@@ -213,7 +212,9 @@ def result_of(prompts: list[Prompt], logprobs: Logprobs, metadata: Any, state: H
         return host.copy_(values, non_blocking=True)
 
     def rows_of(matrix: torch.Tensor) -> list[Any]:
-        rows = [HostRows(matrix[one.start : one.start + one.rows, : one.top]) if one.rows else [] for one in prompts]
+        rows: list[Any] = [
+            HostRows(matrix[one.start : one.start + one.rows, : one.top]) if one.rows else [] for one in prompts
+        ]
         return list(map(list, rows)) if state.copies_tokens else rows
 
     result = LogprobResult(token_logprobs=logprobs.of_tokens)

@@ -16,7 +16,7 @@ from fake_head import Script
 from head_states import VOCAB, Processor, hidden_states, make_state, metadata_of, serve
 from sglang_batches import make_samplers
 
-from sgl_flashsample.sglang import versions
+from sgl_flashsample.sglang import hooks, versions
 from sgl_flashsample.sglang.head import HeadState
 from sgl_flashsample.sglang.lazy_logits import LazyLogits
 from sgl_flashsample.sglang.prompt_logprobs import MAX_GIVEN_VALUES, PromptHooks
@@ -144,7 +144,7 @@ BATCHES = {
 }
 
 
-def delivered(result: Any, prefill: Prefill, sequences: Sequence[Part]) -> list[dict[str, Any]]:
+def delivered(result: Any, sequences: Sequence[Part]) -> list[dict[str, Any]]:
     """The logprobs that SGLang keeps for each request, and then sends to its client."""
     from sglang.srt.layers.logits_processor import LogitsProcessorOutput
     from sglang.srt.managers.schedule_batch import ReqLogprob
@@ -173,7 +173,9 @@ def delivered(result: Any, prefill: Prefill, sequences: Sequence[Part]) -> list[
             return_flat_raw_top_logprobs=False,
         )
         rows = sequence.length - sequence.start
-        row += processor.add_logprob_return_values(place, request, row, [0] * len(sequences), rows, output)
+        if rows:
+            processor.add_input_logprob_return_values(place, request, output, row, rows, last_prefill_chunk=True)
+        row += rows
         logprobs = dataclasses.asdict(request.logprob)
         kept.append({name: value for name, value in logprobs.items() if name.startswith("input_")})
     return kept
@@ -206,7 +208,7 @@ def test_requests_get_what_sglang_gives_them_and_no_logits_are_computed(stock, d
     of_tokens = prefill.logprobs.gather(1, prefill.targets[:, None])[:, 0]
     torch.testing.assert_close(result.token_logprobs.double(), of_tokens, atol=2e-5, rtol=0)
     expected, logits = stock(prefill)
-    got, want = delivered(result, prefill, sequences), delivered(expected, prefill, sequences)
+    got, want = delivered(result, sequences), delivered(expected, sequences)
     assert len(got) == len(want) == len(sequences)
     for mine, theirs in zip(got, want, strict=True):
         assert mine.keys() == theirs.keys()
@@ -328,6 +330,26 @@ def test_after_a_failure_sglang_reads_prompts_and_one_warning_says_so(prompts, s
     clock[0] += RETRY_SECONDS
     assert (read(prompts, prefill) is STOCK) is not missing
     assert prompts.runtime.inactive_reason is None, "decode steps are fused"
+
+
+# The hooks.
+
+
+def test_prompts_are_read_in_the_place_of_sglangs_code_and_batches_are_corrected_after_it(registry, runtime, caplog):
+    hooks.install_prompt_hooks(runtime)
+    assert [(target, when) for target, (_, when) in registry.hooked.items()] == [
+        (FORWARD, "around"),
+        (PREPARE, "after"),
+    ]
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("missing", [FORWARD, PREPARE])
+def test_an_sglang_whose_prompts_we_do_not_know_reads_them_and_a_warning_says_so(registry, runtime, caplog, missing):
+    registry.missing.add(missing)
+    hooks.install_prompt_hooks(runtime)
+    (warning,) = [record.message for record in caplog.records]
+    assert warning.endswith(f"are SGLang's: no {missing}") and not registry.hooked
 
 
 # A retraction.
