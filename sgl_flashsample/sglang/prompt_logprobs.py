@@ -119,13 +119,13 @@ class PromptHooks:
         num_rows, num_targets = len(hidden), len(targets)
         if sum(one.all_rows for one in prompts) != num_rows or sum(one.rows for one in prompts) != num_targets:
             return None
+        state.update(1)
         wanted = wanted_of(prompts, num_rows, state.head.lm_head.spec.vocab_size, hidden.device)
         if wanted is None:
             return None
         # Rows that only draw a token are read too: a few, and without them the hidden states would have to be copied.
         if num_targets != num_rows:
             targets = targets.new_zeros(num_rows).index_copy_(0, input_logprob_indices, targets)
-        state.update(1)
         logprobs = state.head.logprobs_of(hidden, targets, wanted)
         if num_targets != num_rows:
             logprobs = logprobs._replace(of_tokens=logprobs.of_tokens[input_logprob_indices])
@@ -212,10 +212,8 @@ def result_of(prompts: list[Prompt], logprobs: Logprobs, metadata: Any, state: H
         return host.copy_(values, non_blocking=True)
 
     def rows_of(matrix: torch.Tensor) -> list[Any]:
-        rows: list[Any] = [
-            HostRows(matrix[one.start : one.start + one.rows, : one.top]) if one.rows else [] for one in prompts
-        ]
-        return list(map(list, rows)) if state.copies_tokens else rows
+        rows = [HostRows(matrix[one.start : one.start + one.rows, : one.top]) for one in prompts]
+        return [list(each) for each in rows] if state.copies_tokens else rows
 
     result = LogprobResult(token_logprobs=logprobs.of_tokens)
     if metadata.extend_return_top_logprob:

@@ -237,6 +237,14 @@ def test_the_rows_that_draw_a_token_are_left_for_later(prompts, state):
     assert torch.equal(lazy.hidden, prefill.hidden[prefill.sample])
 
 
+def test_a_pipeline_sends_lists_at_once(prompts, state):
+    """Lists of whole rows, which it pickles before SGLang has waited for the device."""
+    state.copies_tokens = True
+    result, _ = read(prompts, Prefill(state, [Part(3, 0, 2, LOW), Part(4, 4), Part(3, 1, 1, HIGH)]))
+    for lists in (result.top_logprobs_val, result.top_logprobs_idx, result.token_ids_logprobs_val):
+        assert [type(one) for one in lists] == [list] * 3 and [len(one) for one in lists] == [3, 0, 2]
+
+
 def test_ids_that_all_sequences_give_are_told_once(prompts, state, script):
     read(prompts, Prefill(state, [Part(5, 0, 0, HIGH), Part(4, 1, 0, [*HIGH]), Part(4, 4, 0, LOW)]))
     assert script.prompts[0].token_ids.tolist() == [HIGH]
@@ -288,6 +296,7 @@ def share_head(given: types.SimpleNamespace) -> None:
 
 def draft(given: types.SimpleNamespace) -> None:
     given.runtime._draft_processors.add(id(given.state.processor))
+    given.runtime.draft_head, given.runtime.draws_drafts = given.state, True
 
 
 def switch_off(given: types.SimpleNamespace) -> None:
