@@ -22,14 +22,18 @@ if TYPE_CHECKING:
     from .head import Head
     from .kernels.params import BatchParams, LMHead, LogitEdits, SampleOutput, Truncation
     from .kernels.rng import NOISE_ABI
+    from .kernels.top_logprobs import TopLogprobs
     from .kinds import SamplingPath
+    from .logprobs import LogprobOutput, Logprobs, WantedLogprobs
     from .sampler import Sampler, SamplingParams
 
 _HOMES = {
     **dict.fromkeys(("DraftTree", "VerifyOutput", "argmax", "sample", "sample_from_logits", "verify"), ".api"),
     **dict.fromkeys(("BatchParams", "LMHead", "LogitEdits", "SampleOutput", "Truncation"), ".kernels.params"),
+    **dict.fromkeys(("LogprobOutput", "Logprobs", "WantedLogprobs"), ".logprobs"),
     **dict.fromkeys(("Sampler", "SamplingParams"), ".sampler"),
     **{"Head": ".head", "NOISE_ABI": ".kernels.rng", "SamplingPath": ".kinds"},
+    "TopLogprobs": ".kernels.top_logprobs",
 }
 
 __all__ = [
@@ -39,12 +43,16 @@ __all__ = [
     "Head",
     "LMHead",
     "LogitEdits",
+    "LogprobOutput",
+    "Logprobs",
     "SampleOutput",
     "Sampler",
     "SamplingParams",
     "SamplingPath",
+    "TopLogprobs",
     "Truncation",
     "VerifyOutput",
+    "WantedLogprobs",
     "__version__",
     "argmax",
     "sample",

@@ -4,7 +4,7 @@ engines other than SGLang, whose backend draws from a ``Head`` as they do."""
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
+from typing import NamedTuple, overload
 
 import torch
 
@@ -15,6 +15,7 @@ from .kernels.follow_drafts import follow_drafts
 from .kernels.params import BatchParams, LMHead, LogitsSpec, SampleOutput, check_tensor
 from .kernels.workspace import Workspace
 from .kinds import SamplingPath
+from .logprobs import LogprobOutput, WantedLogprobs
 from .paths import read_logits
 
 _NONE = -1  # no node, no token
@@ -25,6 +26,7 @@ _zeros: dict[tuple[torch.device, int], torch.Tensor] = {}
 _greedy_params: dict[tuple[torch.device, int], BatchParams] = {}
 
 
+@overload
 def sample(
     hidden: torch.Tensor,
     lm_head: torch.Tensor | LMHead | Head,
@@ -32,7 +34,31 @@ def sample(
     *,
     return_logprob: bool = False,
     path: SamplingPath | str | None = None,
-) -> SampleOutput:
+    logprobs: None = None,
+) -> SampleOutput: ...
+
+
+@overload
+def sample(
+    hidden: torch.Tensor,
+    lm_head: torch.Tensor | LMHead | Head,
+    params: BatchParams,
+    *,
+    return_logprob: bool = False,
+    path: SamplingPath | str | None = None,
+    logprobs: WantedLogprobs | int,
+) -> LogprobOutput: ...
+
+
+def sample(
+    hidden: torch.Tensor,
+    lm_head: torch.Tensor | LMHead | Head,
+    params: BatchParams,
+    *,
+    return_logprob: bool = False,
+    path: SamplingPath | str | None = None,
+    logprobs: WantedLogprobs | int | None = None,
+) -> SampleOutput | LogprobOutput:
     """Draw ``token[b] ~ softmax(logits[b] / temperature[b])``, exactly, in one pass over the head.
 
     ``logits = softcap(logit_scale * (hidden @ weight.T))``, rounded to the head's ``logits_dtype``, then edited as
@@ -48,6 +74,9 @@ def sample(
         return_logprob: also compute the token's log-probability.
         path: the path to take; None for the one that the table of the ``Head`` has as the fastest; without a ``Head``,
             the built-in choice.
+        logprobs: also the logprobs of that many likeliest ids, 0 to 128, or of what a ``WantedLogprobs`` names: then
+            the result is a ``LogprobOutput``, with the token's logprob, and the batch takes the logits path, which has
+            its ``[B, V]`` logits in memory. The tokens are that path's.
 
     Invariants: the token depends on (logits row, seed, position) only, not on batch size, order,
     neighbours, tile, shards, path (``SamplingPath.FLASHINFER`` apart), or eager against graph; ids are below
@@ -60,6 +89,10 @@ def sample(
     """
     check_rows("hidden", hidden)
     head = lm_head if isinstance(lm_head, Head) else Head(lm_head)
+    if logprobs is not None:
+        if path is not None and SamplingPath(path) is not SamplingPath.LOGITS:
+            raise ValueError(f"path is {str(path)!r}; expected 'logits' or None where logprobs are asked for")
+        return LogprobOutput.of(*head.draw_with_logprobs(hidden, params, WantedLogprobs.of(logprobs)))
     return head.draw(hidden, params, return_logprob=return_logprob, path=path)
 
 

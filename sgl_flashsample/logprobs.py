@@ -32,6 +32,15 @@ class WantedLogprobs(NamedTuple):
     token_ids: torch.Tensor | None = None
     original: bool = False
 
+    @classmethod
+    def of(cls, logprobs: WantedLogprobs | int) -> WantedLogprobs:
+        """An integer is the number of the likeliest ids. Raises ValueError for a value of another type."""
+        if isinstance(logprobs, cls):
+            return logprobs
+        if isinstance(logprobs, bool) or not isinstance(logprobs, int):
+            raise ValueError(f"logprobs is {logprobs!r}; expected WantedLogprobs, or the number of the likeliest ids")
+        return cls(logprobs)
+
     def check(self, num_rows: int, like: torch.Tensor) -> None:
         """Raise ValueError unless this fits a batch of ``num_rows`` rows on the device of ``like``."""
         if self.top != 0:
@@ -74,6 +83,27 @@ class Logprobs(NamedTuple):
             self.top.store(start, part.top)
         if self.of_ids is not None and part.of_ids is not None:
             self.of_ids[places] = part.of_ids
+
+
+class LogprobOutput(NamedTuple):
+    """A draw, and the logprobs that were asked for with it.
+
+    token_ids: ``[B]`` int64. logprobs: ``[B]`` float32, of these tokens. scores, log_mass: as in ``SampleOutput``;
+    log_mass is None with ``WantedLogprobs.original``. top_logprobs: the likeliest ids of each row, ``token_ids`` and
+    ``logprobs``, ``[B, k]`` each, first the likeliest; None where k is 0. token_ids_logprobs: ``[B, m]`` float32, of
+    given ids; None without any.
+    """
+
+    token_ids: torch.Tensor
+    logprobs: torch.Tensor
+    scores: torch.Tensor
+    log_mass: torch.Tensor | None
+    top_logprobs: TopLogprobs | None
+    token_ids_logprobs: torch.Tensor | None
+
+    @classmethod
+    def of(cls, drawn: SampleOutput, found: Logprobs) -> LogprobOutput:
+        return cls(drawn.token_ids, found.of_tokens, drawn.scores, drawn.log_mass, found.top, found.of_ids)
 
 
 def read_logprobs(

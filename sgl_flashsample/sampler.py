@@ -8,12 +8,13 @@ import os
 import secrets
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, overload
 
 import torch
 
 from .head import Head, check_rows
 from .kernels.params import BatchParams, LMHead, LogitEdits, SampleOutput, Truncation
+from .logprobs import LogprobOutput, WantedLogprobs
 
 _UNKNOWN = float("nan")  # of a number on the device: it passes no test
 _OFF: dict[str, Callable[[float], bool]] = {
@@ -154,6 +155,7 @@ class Sampler:
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state, _lock=threading.Lock())
 
+    @overload
     def __call__(
         self,
         hidden: torch.Tensor,
@@ -162,12 +164,36 @@ class Sampler:
         position: int | Sequence[int] | torch.Tensor | None = None,
         edits: LogitEdits | None = None,
         return_logprob: bool = False,
-    ) -> SampleOutput:
+        logprobs: None = None,
+    ) -> SampleOutput: ...
+
+    @overload
+    def __call__(
+        self,
+        hidden: torch.Tensor,
+        params: SamplingParams | None = None,
+        *,
+        position: int | Sequence[int] | torch.Tensor | None = None,
+        edits: LogitEdits | None = None,
+        return_logprob: bool = False,
+        logprobs: WantedLogprobs | int,
+    ) -> LogprobOutput: ...
+
+    def __call__(
+        self,
+        hidden: torch.Tensor,
+        params: SamplingParams | None = None,
+        *,
+        position: int | Sequence[int] | torch.Tensor | None = None,
+        edits: LogitEdits | None = None,
+        return_logprob: bool = False,
+        logprobs: WantedLogprobs | int | None = None,
+    ) -> SampleOutput | LogprobOutput:
         """One token per row of ``hidden``, ``[B, D]`` in the head's dtype.
 
         params: temperature 1 for all where None; the tensors of the last object are kept. position: of each token in
         its sequence, so that a seed gives the same tokens again; the number of calls so far where None. edits,
-        return_logprob: as for ``api.sample``.
+        return_logprob, logprobs: as for ``api.sample``.
 
         Raises ValueError for an argument of another type, shape, dtype or device.
         """
@@ -190,6 +216,8 @@ class Sampler:
             positions = _tensor("position", position, num_rows, torch.int64, self.head.lm_head.weight.device)
             greedy = params.all_greedy
             batch = BatchParams(rows.temperature, rows.seed, positions, rows.truncation, edits, greedy)
+            if logprobs is not None:
+                return LogprobOutput.of(*self.head.draw_with_logprobs(hidden, batch, WantedLogprobs.of(logprobs)))
             return self.head.draw(hidden, batch, return_logprob=return_logprob)
 
     def _rows_of(self, params: SamplingParams, num_rows: int) -> _Rows:

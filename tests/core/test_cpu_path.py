@@ -585,7 +585,9 @@ def test_the_public_functions_draw_in_host_memory_and_pass_the_check_of_a_starti
 
 WITHOUT_INTERPRETER = """
 import torch
-from sgl_flashsample import BatchParams, LMHead, Truncation, argmax, sample, sample_from_logits, verify
+from sgl_flashsample import (
+    BatchParams, Head, LMHead, Truncation, WantedLogprobs, argmax, sample, sample_from_logits, verify
+)
 from sgl_flashsample.cpu_path import sample_on_cpu
 from sgl_flashsample.dispatch import default_table
 from sgl_flashsample.selfcheck import refuse_wrong
@@ -606,6 +608,12 @@ for dtype, options in (
         one = sample(hidden, head, params, return_logprob=True)
         for got in (one, sample_from_logits(logits, params, return_logprob=True)):
             assert torch.equal(got.token_ids, want.token_ids) and torch.equal(got.logprobs, want.logprobs)
+        more = sample(hidden, head, params, logprobs=3)
+        assert torch.equal(more.token_ids, want.token_ids) and torch.equal(more.logprobs, want.logprobs)
+        assert torch.equal(more.top_logprobs.token_ids[:, 0], logits.float().argmax(1))
+    prompt = Head(head).logprobs_of(hidden, rows, WantedLogprobs())
+    certain = torch.log_softmax(logits.float(), 1).gather(1, rows[:, None])[:, 0]
+    torch.testing.assert_close(prompt.of_tokens, certain, rtol=0, atol=1e-4)
     assert torch.equal(argmax(hidden, head), logits.argmax(1))
     alone = [sample(hidden, head, BatchParams(torch.ones(5), rows, rows + 7 + node)).token_ids for node in range(3)]
     nodes, drafts = hidden[:, None].repeat(1, 3, 1), torch.stack([rows, alone[0], alone[1]], 1)

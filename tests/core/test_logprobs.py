@@ -10,12 +10,22 @@ import torch
 from core_examples import ROWS, TILE, VOCAB, example, table_of
 from kernel_cases import DTYPES, KINDS, Case, make_case, pack_bits
 
-from sgl_flashsample import Head, LMHead, head, logprobs, paths
+from sgl_flashsample import (
+    Head,
+    LMHead,
+    LogprobOutput,
+    Logprobs,
+    Sampler,
+    SamplingParams,
+    WantedLogprobs,
+    paths,
+    sample,
+)
 from sgl_flashsample.kernels.logit_summary import LOWEST_LOGPROB
 from sgl_flashsample.kernels.params import BatchParams, LogitEdits
 from sgl_flashsample.kernels.reference import gather_logprobs_ref, top_logprobs_ref
 from sgl_flashsample.kinds import PLAIN
-from sgl_flashsample.logprobs import Logprobs, WantedLogprobs
+from sgl_flashsample.tables import lookup
 
 INF = float("inf")
 
@@ -26,8 +36,8 @@ def place(request, device, monkeypatch) -> torch.device:
     if request.param == "kernels":
         return device
     pytest.importorskip("numba")
-    for module in (head, logprobs, paths):
-        monkeypatch.setattr(module, "draws_in_host_memory", lambda device: True)
+    for module in ("head", "logprobs", "paths"):
+        monkeypatch.setattr(f"sgl_flashsample.{module}.draws_in_host_memory", lambda device: True)
     return torch.device("cpu")
 
 
@@ -219,6 +229,47 @@ def test_a_prompt_leaves_no_scratch_behind(place):
     assert head.num_bytes == held
 
 
+# --- the public functions ---------------------------------------------------------------------------------------------
+
+
+def test_sample_and_a_sampler_give_what_the_head_gives(place, monkeypatch, tmp_path):
+    monkeypatch.setenv(lookup.FOLDERS_VARIABLE, str(tmp_path))
+    case = make_case(5, 131, place, "edit+truncate")
+    wanted = WantedLogprobs(3, token_ids=some_ids(5, 4, 131, place), original=True)
+    sampler, limits = Sampler(case.head, max_rows=2), case.params.truncation
+    params = SamplingParams(case.params.temperature, limits.top_k, limits.top_p, limits.min_p, case.params.seed)
+    for logprobs, asked in ((3, WantedLogprobs(3)), (0, WantedLogprobs()), (wanted, wanted)):
+        drawn, found = Head(case.head).draw_with_logprobs(case.hidden, case.params, asked)
+        by_function = sample(case.hidden, case.head, case.params, logprobs=logprobs, path="logits")
+        by_sampler = sampler(
+            case.hidden, params, position=case.params.position, edits=case.params.edits, logprobs=logprobs
+        )
+        for out in (by_function, by_sampler):
+            assert isinstance(out, LogprobOutput)
+            assert torch.equal(out.token_ids, drawn.token_ids) and torch.equal(out.scores, drawn.scores)
+            assert torch.equal(out.logprobs, found.of_tokens)
+            assert (out.log_mass is None) == asked.original
+            assert (out.top_logprobs is None) == (found.top is None)
+            if found.top is not None:
+                assert all(torch.equal(one, other) for one, other in zip(out.top_logprobs, found.top, strict=True))
+            assert (out.token_ids_logprobs is None) == (found.of_ids is None)
+            if found.of_ids is not None:
+                assert torch.equal(out.token_ids_logprobs, found.of_ids)
+
+
+def test_a_number_is_of_ids_and_another_path_has_no_logprobs(device):
+    case = example(device)
+    for logprobs in (True, 5.0, [5]):
+        with pytest.raises(
+            ValueError, match=r"logprobs is .*; expected WantedLogprobs, or the number of the likeliest ids"
+        ):
+            sample(case.hidden, case.head, case.params, logprobs=logprobs)
+    with pytest.raises(ValueError, match=r"wanted\.top is 129; expected an integer from 1 to 128"):
+        Sampler(case.head)(case.hidden, logprobs=129)
+    with pytest.raises(ValueError, match="path is 'fused'; expected 'logits' or None where logprobs are asked for"):
+        sample(case.hidden, case.head, case.params, logprobs=5, path="fused")
+
+
 # --- arguments --------------------------------------------------------------------------------------------------------
 
 
@@ -273,3 +324,55 @@ def test_rows_and_heads_that_do_not_fit_are_named(device):
     ):
         with pytest.raises(ValueError, match=message):
             call()
+
+
+# --- real sizes -------------------------------------------------------------------------------------------------------
+
+
+def real_head(device: torch.device) -> Head:
+    """A head of 128,256 ids, whose logits are float32: a rounding to 2 bytes may go either way."""
+    generator = torch.Generator(device).manual_seed(1)
+    weight = (torch.randn(128_256, 2048, generator=generator, device=device) / 16).bfloat16()
+    return Head(LMHead(weight, logits_dtype=torch.float32))
+
+
+@pytest.mark.gpu
+def test_a_captured_draw_has_the_logprobs_of_what_is_written_later(device):
+    head, rows = real_head(device), 33
+    generator = torch.Generator(device).manual_seed(2)
+    hidden = torch.randn(rows, 2048, generator=generator, device=device).bfloat16()
+    row = torch.arange(rows, device=device)
+    params = BatchParams(0.5 + row / rows, row, row)
+    counts = torch.full((rows,), 20, dtype=torch.int32, device=device)
+    wanted = WantedLogprobs(20, counts, some_ids(rows, 9, 128_256, device))
+    head.draw_with_logprobs(hidden, params, wanted)  # compiled before the capture
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        drawn, found = head.draw_with_logprobs(hidden, params, wanted)
+    for count in (20, 5):
+        hidden.copy_(torch.randn(rows, 2048, generator=generator, device=device))
+        counts.fill_(count)
+        graph.replay()
+        logits = head.logits(hidden).double()
+        assert_reference(found, logits, drawn.token_ids, wanted, params.temperature)
+
+
+@pytest.mark.gpu
+def test_a_prompt_of_real_size_never_has_all_its_logits_in_memory(device):
+    head, rows = real_head(device), 3000
+    hidden = torch.randn(rows, 2048, generator=torch.Generator(device).manual_seed(3), device=device).bfloat16()
+    tokens = some_ids(rows, 3, 128_256, device)[:, 0].contiguous()
+    wanted = WantedLogprobs(5, token_ids=some_ids(1, 9, 128_256, device))
+    head.logprobs_of(hidden[:8], tokens[:8], wanted)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    found = head.logprobs_of(hidden, tokens, wanted)
+    assert torch.cuda.max_memory_allocated(device) - before < paths.MAX_CHUNK_BYTES + 100_000_000
+    some = torch.arange(0, rows, 97, device=device)
+    logits = hidden[some].double() @ head.lm_head.weight.double().T
+    top = found.top
+    torch.testing.assert_close(top.logits[some].double(), logits.gather(1, top.token_ids[some]), rtol=0, atol=1e-3)
+    torch.testing.assert_close(top.logits[some].double(), logits.topk(5).values, rtol=0, atol=1e-3)
+    want = gather_logprobs_ref(logits, torch.cat([tokens[some, None], wanted.token_ids.expand(len(some), -1)], 1))
+    got = torch.cat([found.of_tokens[some, None], found.of_ids[some]], 1)
+    torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-3)

@@ -540,14 +540,14 @@ def ids(model) -> torch.Tensor:
     return torch.tensor([[5, 6, 7], [8, 9, 10]], device=model.device)
 
 
-def test_the_page_has_five_examples():
-    assert len(EXAMPLES) == 5
+def test_the_page_has_six_examples():
+    assert len(EXAMPLES) == 6
 
 
 @pytest.mark.slow
 def test_the_example_in_host_memory_draws_the_tokens_of_the_kernels():
     pytest.importorskip("numba")
-    variables = run(EXAMPLES[4])
+    variables = run(EXAMPLES[5])
     want = sample_from_logits(variables["logits"], variables["params"]).token_ids
     assert torch.equal(variables["tokens"], want)
 
@@ -582,3 +582,19 @@ def test_the_engine_gives_a_sequence_the_same_tokens_whatever_is_beside_it(model
     alone = sequence([1, 2, 3], seed=5)
     runner.step([alone], hidden[1:])
     assert len(both[0].ids) == 3 and alone.ids == both[1].ids
+
+
+@pytest.mark.slow
+def test_the_scores_are_the_log_softmax_of_the_models_logits(model, ids):
+    token_ids, top, of_prompt = run(EXAMPLES[3])["score"](model, ids)
+    with torch.inference_mode():
+        logits = model(ids).logits.float()
+    want = torch.log_softmax(logits[:, :-1], -1).gather(2, ids[:, 1:, None])[..., 0]
+    torch.testing.assert_close(of_prompt, want, rtol=0, atol=1e-4)
+    largest = torch.log_softmax(logits[:, -1] / 0.7, -1).topk(5)
+    assert torch.equal(top.token_ids, largest.indices)
+    torch.testing.assert_close(top.logprobs, largest.values, rtol=0, atol=1e-4)
+    drawn = Sampler(LMHead.from_hf(model))(
+        model.model(ids).last_hidden_state[:, -1].detach(), SamplingParams(0.7, seed=7), position=ids.shape[1]
+    )
+    assert torch.equal(token_ids, drawn.token_ids)
