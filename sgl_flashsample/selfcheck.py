@@ -36,9 +36,11 @@ from .kernels.reference import (
     truncated_sample_ref,
 )
 from .kernels.rng import GROUP_SIZE
+from .kernels.top_logprobs import WIDTHS
 from .kernels.workspace import LogitsBuffer, Workspace
-from .kinds import BatchKind, Config
-from .paths import Parts, compute_logits, launch, slots_for
+from .kinds import BATCH_KINDS, PLAIN, BatchKind, Config
+from .logprobs import WantedLogprobs
+from .paths import Parts, compute_logits, launch, launch_with_logprobs, logprobs_in_chunks, slots_for
 from .screen import Screen
 
 logger = logging.getLogger("sgl_flashsample")
@@ -52,6 +54,7 @@ CHUNK_IDS = 2_048
 # Configurations for fewer rows are checked with so many: a single row may be greedy, which does not test the noise.
 CHECKED_ROWS = 4
 MAX_COMPILING_THREADS = 8
+COMPILED_TOP_LOGPROBS = WIDTHS[:2]  # more likeliest ids of a row, 33 to 128, are rare
 NARROW = 16  # hidden size of a head whose GEMM makes logits to read
 # Whenever tensor cores add so many terms to the accumulator, they truncate the sum to 24 bits of the largest term.
 _TERMS_AT_ONCE = 16
@@ -67,7 +70,8 @@ def first_ids(head: LMHead, most: int) -> LMHead:
 
 def compile_ahead(heads: Sequence[Parts], max_rows: int, table: DispatchTable, *, bool_masks: bool = False) -> None:
     """Compile the kernels that batches of 1 to ``max_rows`` rows of ``heads`` launch, whatever their features, and
-    those that gather a batch from a table of rows; run none of them.
+    those that gather a batch from a table of rows; run none of them. For the first head, where it is no shard, also the
+    kernels for logprobs of up to 32 likeliest ids and of given ids, of a batch and of a prompt.
 
     A head with a screen is also compiled for screened batches. table: the configuration of each batch. bool_masks: also
     the kernels for grammar masks of dtype bool. A kernel that fails to compile fails again where it is launched, and is
@@ -89,6 +93,11 @@ def compile_ahead(heads: Sequence[Parts], max_rows: int, table: DispatchTable, *
                         if bool_masks and kind.edit:
                             launch_once(parts, config, kind, return_logprob, bool_mask=True)
             launch_row_table(heads[0].lm_head.weight)
+            if heads[0].lm_head.shards == 1:
+                for kind in dict.fromkeys(kind.unscreened._replace(greedy=False) for kind in BATCH_KINDS):
+                    launch_logprobs_once(heads[0], kind)
+                    if bool_masks and kind.edit:
+                        launch_logprobs_once(heads[0], kind, bool_mask=True)
     except Exception as error:  # another Triton: each kernel is compiled at its first launch, as ever
         logger.debug("flashsample: kernels are not compiled ahead: %s", first_line(error))
 
@@ -97,7 +106,24 @@ def launch_once(
     parts: Parts, config: Config, kind: BatchKind, return_logprob: bool = False, *, bool_mask: bool = False
 ) -> None:
     """Launch the kernels of a batch of this kind, with one row: kernels do not depend on the number of rows."""
-    head = parts.lm_head
+    hidden, params = one_row(parts.lm_head, kind, bool_mask=bool_mask)
+    launch(config, hidden, params, parts, return_logprob=return_logprob)
+
+
+def launch_logprobs_once(parts: Parts, kind: BatchKind, *, bool_mask: bool = False) -> None:
+    """Launch the kernels of a batch of this kind, with one row, whose requests want logprobs of up to 32 likeliest ids
+    and of given ids; where its kind is the plain one, also those of a prompt."""
+    hidden, params = one_row(parts.lm_head, kind, bool_mask=bool_mask)
+    counts, ids = torch.zeros_like(params.seed, dtype=torch.int32), params.seed[:, None]
+    for k in COMPILED_TOP_LOGPROBS:
+        launch_with_logprobs(hidden, params, parts, WantedLogprobs(k, counts, ids))
+    if kind == PLAIN:
+        for k in (0, *COMPILED_TOP_LOGPROBS):
+            logprobs_in_chunks(hidden, params.seed, parts.lm_head, WantedLogprobs(k), 1)
+
+
+def one_row(head: LMHead, kind: BatchKind, *, bool_mask: bool = False) -> tuple[torch.Tensor, BatchParams]:
+    """Hidden states and parameters of a batch of this kind."""
     weight = head.weight
     row = torch.zeros(1, dtype=torch.int64, device=weight.device)
     one = torch.ones(1, dtype=torch.float32, device=weight.device)
@@ -109,8 +135,7 @@ def launch_once(
         edits_of_every_kind(row, head, bool_mask=bool_mask)[0] if kind.edit else None,
         all_greedy=kind.greedy,
     )
-    hidden = torch.zeros(1, weight.shape[1], dtype=weight.dtype, device=weight.device)
-    launch(config, hidden, params, parts, return_logprob=return_logprob)
+    return torch.zeros(1, weight.shape[1], dtype=weight.dtype, device=weight.device), params
 
 
 def launch_row_table(weight: torch.Tensor) -> None:

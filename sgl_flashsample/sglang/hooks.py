@@ -12,6 +12,11 @@ In a step and at the start (``StepHooks``):
 Where a request arrives: ``GrammarManager.process_req_with_grammar``, to which the scheduler hands every request before
 it waits for anything.
 
+Where a prefill returns logprobs of the prompt (``prompt_logprobs.PromptHooks``):
+
+    InputLogprobProcessor.forward        read them from the hidden states, without logits of the whole prompt
+    ScheduleBatch.prepare_for_extend     ask for none after a retraction, which has them already
+
 Where drafts are verified (``speculation.SpeculationHooks``): ``eagle_sample``, and the logprobs of accepted tokens.
 
 Where drafts are drawn (``drafts.Drafts``):
@@ -245,6 +250,24 @@ def install_drafts(drafts: Drafts) -> str | None:
     functions: list[tuple[Callable, Any]] = [(drafts.attach, HookType.BEFORE), (drafts.load, HookType.BEFORE)]
     functions.append((drafts.add_to_chain, HookType.AROUND))
     return apply_hooks(dict(zip(versions.DRAFT_TARGETS, functions, strict=True)))
+
+
+def install_prompt_hooks(runtime: Runtime) -> None:
+    """Register and apply the hooks of prompt logprobs. Where that fails, SGLang computes them, and draws the first
+    tokens of such prefills."""
+    from sglang.srt.plugins.hook_registry import HookType
+
+    from .prompt_logprobs import PromptHooks
+
+    hooks, targets = PromptHooks(runtime), versions.PROMPT_TARGETS
+    reasons = [reason for target in targets if (reason := versions.unsupported_target(target, targets[target]))]
+    functions: list[tuple[Callable, Any]] = [
+        (hooks.forward, HookType.AROUND),
+        (hooks.prepare_for_extend, HookType.AFTER),
+    ]
+    reason = "; ".join(reasons) or apply_hooks(dict(zip(targets, functions, strict=True)))
+    if reason is not None:
+        logger.warning("flashsample: prefills that return logprobs of the prompt are SGLang's: %s", reason)
 
 
 def install_arrival_hook(runtime: Runtime) -> None:

@@ -493,8 +493,6 @@ class Runtime:
 
     def can_defer(self, processor: Any, hidden: torch.Tensor, lm_head: Any, metadata: Any) -> HeadState | None:
         """The head's state when these logits need not be computed now; None when SGLang should compute them."""
-        if self.inactive_reason is not None or hidden.shape[0] == 0:
-            return None
         mode, drafting = metadata.forward_mode, id(processor) in self._draft_processors
         sampling = mode.is_decode() or (mode.is_extend() and not metadata.extend_return_logprob)
         sampling = sampling or (drafting and mode.is_draft_extend_v2())
@@ -502,8 +500,26 @@ class Runtime:
             return None
         if mode.is_target_verify() and not self.settings.verifies:
             return None
+        return self._head_in_step(processor, hidden, lm_head, mode)
+
+    def prompt_head(self, processor: Any, hidden: torch.Tensor, lm_head: Any, metadata: Any) -> HeadState | None:
+        """The head's state when the logprobs of these prompts are read here; None when SGLang should compute them. Each
+        of several ranks that share a head has a part of the vocabulary alone."""
+        mode = metadata.forward_mode
+        if id(processor) in self._draft_processors or not mode.is_extend() or _is_capturing():
+            return None
+        if mode.is_target_verify() or mode.is_split_prefill():
+            return None
+        state = self._head_in_step(processor, hidden, lm_head, mode)
+        return None if state is None or state.exchange is not None else state
+
+    def _head_in_step(self, processor: Any, hidden: torch.Tensor, lm_head: Any, mode: Any) -> HeadState | None:
+        """The head's state in a step that it may serve; None where it is SGLang's, or these hidden states are."""
+        if self.inactive_reason is not None or hidden.shape[0] == 0:
+            return None
         if self._screens_outdated and self.weights_settled and mode.is_extend() and not _is_capturing():
             self.renew_screens()
+        drafting = id(processor) in self._draft_processors
         state = self._drawing_head if drafting else self.head_for(processor, lm_head)
         if state is None or hidden.dtype != lm_head.weight.dtype or hidden.stride(1) != 1:
             return None

@@ -71,6 +71,22 @@ READ_CALLS: dict[str, tuple[str, ...]] = {
     ),
 }
 
+# Targets of prompt logprobs: computed in a prefill; asked for once more after a retraction.
+PROMPT_TARGETS: dict[str, tuple[str, ...]] = {
+    "sglang.srt.layers.logprob_processor.InputLogprobProcessor.forward": (
+        "self",
+        "pruned_states",
+        "sample_indices",
+        "input_logprob_indices",
+        "token_to_seq_idx",
+        "lm_head",
+        "get_logits_fn",
+        "logits_metadata",
+        "skip_chunking_for_dp_attn",
+    ),
+    "sglang.srt.managers.schedule_batch.ScheduleBatch.prepare_for_extend": ("self",),
+}
+
 
 def sglang_version() -> str:
     """The installed SGLang's version, or "not installed"."""

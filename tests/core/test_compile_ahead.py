@@ -23,7 +23,7 @@ try:
 except ImportError:
     import sgl_flashsample
     sgl_flashsample.__path__.append(root)
-from sgl_flashsample import BatchParams, Head, LMHead, LogitEdits, Truncation, paths, sample, selfcheck
+from sgl_flashsample import BatchParams, Head, LMHead, LogitEdits, Truncation, WantedLogprobs, paths, sample, selfcheck
 from sgl_flashsample.screen import Screen
 from sgl_flashsample.dispatch import default_table
 from sgl_flashsample.kernels.gather_rows import RowBuffers, StagedBatch, gather_rows, stage_rows, write_rows
@@ -83,6 +83,11 @@ for how in ("ahead", "never", "no bool masks", "no screen", "broken", "another t
             for hidden, params, return_logprob in batches():
                 for used in {*screens, None}:  # also while the screen serves nothing
                     sample(hidden, Head(head, screen=used), params, return_logprob=return_logprob)
+                for k in (0, 1, 8, 20) if return_logprob else ():
+                    ids = moved(torch.zeros(len(hidden), 5, dtype=torch.int64))
+                    wanted = WantedLogprobs(k, moved(torch.zeros(len(hidden), dtype=torch.int32)), ids)
+                    sample(hidden, head, params, logprobs=wanted)
+                    Head(head).logprobs_of(hidden, params.seed, WantedLogprobs(k, None, ids))
             for rows in (1, 9, 65):
                 slots, lines = moved(torch.ones(rows, dtype=torch.int64)), torch.ones(rows, 8, dtype=torch.int32)
                 write_rows(lines.clone(), slots, moved(lines))
@@ -112,7 +117,7 @@ def test_what_batches_need_and_nothing_else_is_compiled_ahead_and_two_at_a_time(
     ahead, later, log = results["ahead"]
     assert later == [] and log == ""
     assert sorted(ahead) == sorted(results["never"][1])
-    assert {"lm_head_sample_kernel", "screen_head_kernel"} <= set(ahead)
+    assert {"lm_head_sample_kernel", "screen_head_kernel", "top_logprobs_kernel"} <= set(ahead)
 
 
 def test_kernels_for_bool_masks_and_of_a_screen_are_compiled_ahead_only_when_asked_for(results):

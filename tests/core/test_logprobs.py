@@ -324,3 +324,55 @@ def test_rows_and_heads_that_do_not_fit_are_named(device):
     ):
         with pytest.raises(ValueError, match=message):
             call()
+
+
+# --- real sizes -------------------------------------------------------------------------------------------------------
+
+
+def real_head(device: torch.device) -> Head:
+    """A head of 128,256 ids, whose logits are float32: a rounding to 2 bytes may go either way."""
+    generator = torch.Generator(device).manual_seed(1)
+    weight = (torch.randn(128_256, 2048, generator=generator, device=device) / 16).bfloat16()
+    return Head(LMHead(weight, logits_dtype=torch.float32))
+
+
+@pytest.mark.gpu
+def test_a_captured_draw_has_the_logprobs_of_what_is_written_later(device):
+    head, rows = real_head(device), 33
+    generator = torch.Generator(device).manual_seed(2)
+    hidden = torch.randn(rows, 2048, generator=generator, device=device).bfloat16()
+    row = torch.arange(rows, device=device)
+    params = BatchParams(0.5 + row / rows, row, row)
+    counts = torch.full((rows,), 20, dtype=torch.int32, device=device)
+    wanted = WantedLogprobs(20, counts, some_ids(rows, 9, 128_256, device))
+    head.draw_with_logprobs(hidden, params, wanted)  # compiled before the capture
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        drawn, found = head.draw_with_logprobs(hidden, params, wanted)
+    for count in (20, 5):
+        hidden.copy_(torch.randn(rows, 2048, generator=generator, device=device))
+        counts.fill_(count)
+        graph.replay()
+        logits = head.logits(hidden).double()
+        assert_reference(found, logits, drawn.token_ids, wanted, params.temperature)
+
+
+@pytest.mark.gpu
+def test_a_prompt_of_real_size_never_has_all_its_logits_in_memory(device):
+    head, rows = real_head(device), 3000
+    hidden = torch.randn(rows, 2048, generator=torch.Generator(device).manual_seed(3), device=device).bfloat16()
+    tokens = some_ids(rows, 3, 128_256, device)[:, 0].contiguous()
+    wanted = WantedLogprobs(5, token_ids=some_ids(1, 9, 128_256, device))
+    head.logprobs_of(hidden[:8], tokens[:8], wanted)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    found = head.logprobs_of(hidden, tokens, wanted)
+    assert torch.cuda.max_memory_allocated(device) - before < paths.MAX_CHUNK_BYTES + 100_000_000
+    some = torch.arange(0, rows, 97, device=device)
+    logits = hidden[some].double() @ head.lm_head.weight.double().T
+    top = found.top
+    torch.testing.assert_close(top.logits[some].double(), logits.gather(1, top.token_ids[some]), rtol=0, atol=1e-3)
+    torch.testing.assert_close(top.logits[some].double(), logits.topk(5).values, rtol=0, atol=1e-3)
+    want = gather_logprobs_ref(logits, torch.cat([tokens[some, None], wanted.token_ids.expand(len(some), -1)], 1))
+    got = torch.cat([found.of_tokens[some, None], found.of_ids[some]], 1)
+    torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-3)

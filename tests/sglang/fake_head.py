@@ -34,10 +34,11 @@ class Call(NamedTuple):
 @dataclasses.dataclass
 class Script:
     """The part of fake heads in a test. calls: the draws so far, failed ones too. error: raised by each draw of
-    ``smallest`` rows or more, of a head with a screen alone where ``screened`` is set. check: the result of
-    ``Head.check`` for a table; when None, everything is right."""
+    ``smallest`` rows or more, of a head with a screen alone where ``screened`` is set. prompts: the logprobs that were
+    asked for of prompts. check: the result of ``Head.check`` for a table; when None, everything is right."""
 
     calls: list[Call] = dataclasses.field(default_factory=list)
+    prompts: list[WantedLogprobs] = dataclasses.field(default_factory=list)
     error: Exception | None = None
     smallest: int = 1
     screened: bool = False
@@ -109,6 +110,29 @@ class FakeHead(Head):
             return super().draw_from_logits(logits, params, vocab_size=vocab_size, return_logprob=return_logprob)
         spec = dataclasses.replace(self.lm_head.spec, vocab_size=vocab_size or self.lm_head.vocab_size)
         return _drawn(logits.double(), spec, params, return_logprob)
+
+    def logprobs_of(
+        self, hidden: torch.Tensor, token_ids: torch.Tensor, wanted: WantedLogprobs, **options: Any
+    ) -> Logprobs:
+        script, spec = self.script, self.lm_head.spec
+        script.prompts.append(wanted)
+        if script.error is not None and len(hidden) >= script.smallest:
+            raise script.error
+        if hidden.is_cuda:
+            return super().logprobs_of(hidden, token_ids, wanted, **options)
+        dots = (hidden.double() @ self.lm_head.weight.double().T)[:, : spec.vocab_size]
+        assert spec.logits_dtype is not None
+        logits = transform_ref(dots, spec.logits_dtype, logit_scale=spec.logit_scale, softcap=spec.softcap)
+        of_tokens = gather_logprobs_ref(logits, token_ids[:, None])[:, 0].float()
+        top = None
+        if wanted.top:
+            ids, values = top_logprobs_ref(logits, wanted.top)
+            counts = torch.full_like(token_ids, wanted.top) if wanted.counts is None else wanted.counts
+            ids = ids.masked_fill(torch.arange(wanted.top) >= counts[:, None], -1)
+            top = TopLogprobs(ids, values.float(), values.float(), None)
+        ids = wanted.token_ids
+        of_ids = None if ids is None else gather_logprobs_ref(logits, ids.expand(len(logits), -1)).float()
+        return Logprobs(of_tokens, top, of_ids)
 
     def check(self, max_rows: int, *, bool_masks: bool = False) -> Checked:
         checked = Checked(self.table, None, ()) if self.script.check is None else self.script.check(self.table)

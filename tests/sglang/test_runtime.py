@@ -973,6 +973,7 @@ def test_a_screen_that_finds_no_memory_leaves_the_head_without_one(starting, dev
 GROUPS = {
     "step": versions.HOOK_TARGETS,
     "arrival": {hooks.ARRIVAL_TARGET},
+    "prompts": versions.PROMPT_TARGETS,
     "verification": {name for names in versions.SPECULATION_TARGETS for name in names},
     "drafts": versions.DRAFT_TARGETS,
     "status": {hooks.STATUS_TARGET},
@@ -1022,8 +1023,8 @@ STEP, VERIFICATION = next(iter(versions.HOOK_TARGETS)), next(iter(versions.SPECU
 @pytest.mark.parametrize(
     "algorithm, refused, missing, reason, installed",
     [
-        (None, None, set(), None, ["step", "arrival", "weights"]),
-        ("EAGLE", None, set(), None, ["step", "arrival", "verification", "drafts", "weights"]),
+        (None, None, set(), None, ["step", "arrival", "prompts", "weights"]),
+        ("EAGLE", None, set(), None, ["step", "arrival", "prompts", "verification", "drafts", "weights"]),
         ("EAGLE", "SGLang 9.9 is unknown", set(), "SGLang 9.9 is unknown", []),
         ("EAGLE", None, {STEP}, f"no {STEP}", []),
         (
@@ -1031,7 +1032,7 @@ STEP, VERIFICATION = next(iter(versions.HOOK_TARGETS)), next(iter(versions.SPECU
             None,
             GROUPS["verification"],
             "; ".join(f"no {name}" for name in versions.SPECULATION_TARGETS[0]),
-            ["step", "arrival"],
+            ["step", "arrival", "prompts"],
         ),
     ],
     ids=["no drafts", "drafts", "an unknown version", "no place for a step", "no place for a verification"],

@@ -24,6 +24,7 @@ import torch
 from scipy.stats import binomtest
 from serving import CUDA, INTERPRETED, TWO_RANKS, draw, make_server, needs_sglang, paths, transitions, version_path
 from stats import g_test, power
+from torch.utils._pytree import tree_flatten
 from tuned_tables import table_for_this_machine
 
 from sgl_flashsample.hot_vocab import HotVocab
@@ -88,7 +89,18 @@ COMPARED = {
     ),
     "greedy with hidden states": ({"temperature": 0}, {"return_hidden_states": True}, "fused"),
     "greedy with stop regex": ({"temperature": 0, "stop_regex": "w7.*"}, {}, "fused"),
-    "input logprobs": ({"temperature": 0}, {"return_logprob": True, "logprob_start_len": 0}, "native:input_logprobs"),
+    "input logprobs": ({"temperature": 0}, {"return_logprob": True, "logprob_start_len": 0}, "fused"),
+    # The rows that draw are those of top logprobs, whoever serves them.
+    "input logprobs, top and of ids": (
+        {"temperature": 0},
+        TOP_LOGPROBS | {"logprob_start_len": 1, "token_ids_logprob": [5, 6, 5]},
+        None,
+    ),
+    "input logprobs and no token": (
+        {"max_new_tokens": 0},
+        TOP_LOGPROBS | {"logprob_start_len": 0, "token_ids_logprob": [7]},
+        None,
+    ),
     # Drawn here from our noise, in stock from the generator that the ones above draw from.
     "a truncation to one token": ({"temperature": 1.0, "top_p": 1e-6}, {"return_logprob": True}, "fused"),
     "min_p of one": ({"temperature": 1.0, "min_p": 1.0}, {}, "fused"),
@@ -157,6 +169,19 @@ def assert_same_answers(answers: list[dict], others: list[dict], *, with_paths: 
         logprobs = (answer["meta_info"].get("output_token_logprobs", []) for answer in (got, want))
         for one, other in zip(*logprobs, strict=True):
             assert one[0] == pytest.approx(other[0], abs=1e-3)
+
+
+def assert_same_logprobs_of_prompts(answer: dict, other: dict) -> None:
+    """The same lists, with values within 1e-3."""
+    got, want = (
+        {name: value for name, value in one["meta_info"].items() if name.startswith("input_") and "logprobs" in name}
+        for one in (answer, other)
+    )
+    assert got.keys() == want.keys()
+    (mine, shape), (theirs, expected) = tree_flatten(got), tree_flatten(want)
+    assert shape == expected
+    for one, two in zip(mine, theirs, strict=True):
+        assert one == (pytest.approx(two, abs=1e-3) if isinstance(two, float) else two)
 
 
 def all_paths(answers: list[dict]) -> set[str]:
@@ -323,15 +348,13 @@ def test_greedy_and_native_answers_equal_stock_and_their_path_is_reported(server
     assert mine["output_ids"] == theirs["output_ids"]
     assert mine["text"] == theirs["text"]
     path = COMPARED[name][2]
-    if name == "input logprobs":  # only the prefill computes input logprobs; decode steps are fused again
-        assert paths(mine)[0] == path
-        assert set(paths(mine)[1:]) == {"fused"}
-    elif path is not None:
+    if path is not None:
         assert set(paths(mine)) == {path}
     assert mine["meta_info"].get("hidden_states") == theirs["meta_info"].get("hidden_states")
     ours, stock = (a["meta_info"].get("output_token_logprobs", []) for a in (mine, theirs))
     assert len(ours) == len(stock)
     assert all(math.isclose(a[0], b[0], abs_tol=1e-3) for a, b in zip(ours, stock, strict=True))
+    assert_same_logprobs_of_prompts(mine, theirs)
 
 
 @pytest.mark.parametrize("name", FUSED)
@@ -415,6 +438,24 @@ def test_a_seeded_request_answers_the_same_alone_and_among_63_others(ours):
     others = [{"temperature": 0.3 + i / 50, "max_new_tokens": 16, "ignore_eos": True} for i in range(63)]
     crowd = ours.generate(input_ids=[[300]] * 64, sampling_params=[*others[:31], seeded, *others[31:]])
     assert crowd[31]["output_ids"] == alone != other
+
+
+def test_a_seeded_request_answers_the_same_with_logprobs_of_prompts_and_beside_them(ours):
+    """A prefill that returns logprobs of a prompt draws the first tokens of all its requests."""
+    for seed in range(8):
+        seeded = {"temperature": 1.0, "sampling_seed": seed, "max_new_tokens": 3, "ignore_eos": True}
+        alone = ours.generate(input_ids=[50, 61], sampling_params=seeded)
+        with_them = ours.generate(input_ids=[50, 61], sampling_params=seeded, return_logprob=True, logprob_start_len=0)
+        beside, other = ours.generate(
+            input_ids=[[50, 61], [70, 80, 90]],
+            sampling_params=[seeded, seeded],
+            return_logprob=[False, True],
+            logprob_start_len=[-1, 0],
+        )
+        assert alone["output_ids"] == with_them["output_ids"] == beside["output_ids"]
+        assert len(with_them["meta_info"]["input_token_logprobs"]) == 2
+        assert len(other["meta_info"]["input_token_logprobs"]) == 3
+        assert all_paths([alone, with_them, beside, other]) == {"fused"}
 
 
 def test_a_grammar_that_is_complete_ends_an_answer_that_min_new_tokens_would_go_on_with(ours):
@@ -736,6 +777,46 @@ def test_a_seeded_request_gives_its_samples_in_the_same_order_after_aborts(folde
                 server.post("/abort_request", rid="", abort_all=True)
                 time.sleep(0.02)
             assert answers() == first
+        assert_no_failure(server)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("version", [None] if CUDA else [None, "0.5.17", "0.5.23"])
+def test_a_retraction_changes_no_token_of_a_seeded_request_and_no_logprob(servers, folder, version):
+    """It asks for the logprobs of all that a request has generated, also where there are those of its prompt."""
+    server, _ = make_server(
+        folder,
+        SIZE,
+        name=f"retractions {version}",
+        environment={"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "3"},
+        first_on_path=version_path(version) if version else None,
+    )
+    requests = [
+        {
+            "input_ids": [300 + place] * (1, 5, 70)[place % 3],
+            "sampling_params": {
+                "temperature": 1.0,
+                "sampling_seed": place,
+                "max_new_tokens": 24,
+                "ignore_eos": True,
+            },
+            "return_logprob": place % 2 == 0,
+            "logprob_start_len": 0 if place % 4 == 0 else -1,
+        }
+        for place in range(16)
+    ]
+
+    def answers(server: Server) -> list[dict]:
+        with concurrent.futures.ThreadPoolExecutor(len(requests)) as pool:
+            return list(pool.map(lambda request: server.generate(**request), requests))
+
+    with server:
+        got, want = answers(server), answers(servers["ours"])
+        assert len(server.log_lines("etract")) > 5
+        assert_same_answers(got, want)
+        for answer, other in zip(got, want, strict=True):
+            assert_same_logprobs_of_prompts(answer, other)
+        assert all_paths(got) == {"fused"}
         assert_no_failure(server)
 
 

@@ -228,12 +228,13 @@ def test_every_target_of_this_sglang_is_known():
     assert methods >= WRITING_METHODS[MANAGER][0] | WRITING_METHODS[UPDATER][0] | sessions
     assert [versions.unsupported_target(target) for target in versions.HOOK_TARGETS] == [None] * 8
     assert versions.unsupported_target(hooks.ARRIVAL_TARGET, ("self", "req")) is None
+    assert [versions.unsupported_target(*target) for target in versions.PROMPT_TARGETS.items()] == [None] * 2
 
 
 INSTALL = """
 import pkgutil
 import types
-from sgl_flashsample.sglang import hooks
+from sgl_flashsample.sglang import hooks, versions
 from sgl_flashsample.sglang.batch import Batch
 from sgl_flashsample.sglang.drafts import Drafts, DraftMode
 targets, reason = hooks.weight_targets()
@@ -244,7 +245,9 @@ for install in (hooks.install, hooks.install_weight_hooks, hooks.install_specula
 reason = hooks.install_drafts(Drafts(types.SimpleNamespace(), DraftMode.COUPLED))
 assert reason is None, reason
 hooks.install_arrival_hook(types.SimpleNamespace())
-assert hasattr(pkgutil.resolve_name(hooks.ARRIVAL_TARGET), "__wrapped__")
+hooks.install_prompt_hooks(types.SimpleNamespace())
+for target in (hooks.ARRIVAL_TARGET, *versions.PROMPT_TARGETS):
+    assert hasattr(pkgutil.resolve_name(target), "__wrapped__")
 print(*(target.rpartition(".")[2] for target in targets))
 """
 
