@@ -15,6 +15,8 @@ oracle   a backend that draws nothing (``oracle.py``) and ours: what a sampler o
 plane    our backend, and one that draws on the CPU (``decision_plane.py``); answers to seeded requests are compared
          too. With ``--keep --only oracle`` into the same file, its table has what draws nothing as well
 repeats  stock SGLang and our backend, each cell measured ten times anew: how often the verdict is the same
+prompts  stock SGLang and our backend: milliseconds of a request for one token and the logprobs of its prompt, of 2,048
+         and of 32,768 tokens, and by how many MB the memory of the server has grown after the first
 host     our backend alone on the host: microseconds of the sampler's host time per step
 profile  calls per decode step, stock and ours, counted in profiler traces (``step_profile.py``), how long the GPU
          idles between kernels, and the time of kernels that are no part of the model's graph; with several
@@ -48,10 +50,12 @@ from typing import Any
 import decision_plane
 import oracle
 import step_profile
+import torch
 from common import DRY_RUN, Benchmark, Result
 from lab.servers import PretendedServer
 from servers import check_server_options, server_options
 
+from sgl_flashsample.autotune.timing import Timing
 from sgl_flashsample.model_config import shard_of
 from sgl_flashsample.sglang.exchange import bytes_received
 from sgl_flashsample.sglang.model_graph import MODEL_GRAPHS_VARIABLE
@@ -76,6 +80,7 @@ HOST_TOKENS, SHORT_ANSWERS = 600, 20  # tokens of a long answer whose host time 
 REPEATS = 10
 COMPARED_BATCHES, COMPARED_TOKENS = (1, 8, 16), 64
 PROFILED_STEPS = 40
+PROMPTS, PROMPT_TOKENS = "prompt-logprobs", (2048, 32768)
 CACHE_TOKENS = 65536
 OUT_OF_TIME = "out of time"
 SERVER_ARGUMENTS = [
@@ -93,6 +98,11 @@ GRAPHS: Backends = {
     "two roots": (OURS, {MODEL_GRAPHS_VARIABLE: "1"}),
 }
 SCREENS: Backends = {f"screen {mode}": (OURS, {"FLASHSAMPLE_SCREEN": mode}) for mode in ("off", "on")}
+
+
+def _free_mb() -> float:
+    """Device memory that no process has taken."""
+    return torch.cuda.mem_get_info()[0] / 2**20 if torch.cuda.is_available() else 0.0
 
 
 def seeded(server: Server, batch: int, request: Sampling) -> list[list[int]]:
@@ -269,6 +279,31 @@ class ModelRun:
             pairs = {"pairs": self.options.pairs, "percent": percent}
             yield [about | {"section": "repeats"} | verdicts | pairs]
 
+    def prompts(self, servers: dict[str, Server]) -> Iterator[list[dict[str, Any]]]:
+        """The rows of one length after the other, stock and ours."""
+        request, labels = SAMPLINGS[PROMPTS], list(servers)
+        for tokens in (16, 32) if DRY_RUN else PROMPT_TOKENS:
+            load = LOAD._replace(prompt_tokens=tokens)
+            samples: dict[str, list[float]] = {label: [] for label in labels}
+            grown = dict.fromkeys(labels, 0.0)
+            for pair in range(self.options.pairs + 1):
+                for label in labels if pair % 2 == 0 else reversed(labels):
+                    free = _free_mb()
+                    seconds = generate(servers[label], load, 1, request, 1)
+                    if pair:
+                        samples[label].append(round(1e3 * seconds, 3))
+                    else:  # compiles, and takes the memory that the next ones find
+                        grown[label] = round(free - _free_mb(), 1)
+            about = {"section": "prompts", "model": self.name, "sampling": PROMPTS, "batch": 1, "prompt_tokens": tokens}
+            rows = []
+            for label, times in samples.items():
+                timing = Timing.of(times)
+                figures = {"ms": round(timing.us, 3), "spread_ms": round(timing.spread, 3), "grown_mb": grown[label]}
+                rows.append(about | {"backend": label} | figures | {"samples": times} | self.about)
+            words = (f"{row['ms']:.1f} ms, grown by {row['grown_mb']:.0f} MB" for row in rows)
+            print(f"{self.name} prompt of {tokens} tokens {' -> '.join(labels)} {' -> '.join(words)}", flush=True)
+            yield rows
+
     def host(self) -> Iterator[list[dict[str, Any]]]:
         """Microseconds of the sampler's host time per step, of our server alone: in long answers, whose batches stay as
         they are, and in short ones, whose steps are hardly ever replayed."""
@@ -315,7 +350,7 @@ class ModelRun:
         """The rows of one cell after the other. A server that does not start or ends is recorded for the sections that
         are left."""
         left = list(sections)
-        measured = {"repeats": self.repeats, "profile": self.profile}
+        measured = {"repeats": self.repeats, "profile": self.profile, "prompts": self.prompts}
         try:
             if shared := [section for section in sections if section in BACKENDS_OF]:
                 with self.servers({k: v for section in shared for k, v in BACKENDS_OF[section].items()}) as servers:
@@ -343,6 +378,7 @@ BACKENDS_OF = {
     "plane": PLANES,
     "repeats": BACKENDS,
     "profile": BACKENDS,
+    "prompts": BACKENDS,
 }
 SECTIONS = (*BACKENDS_OF, "screen", "host")
 
@@ -401,7 +437,8 @@ def run(options: Any, result: Result) -> int:
 
 
 # Fields that tell cells apart.
-PLACE = ("section", "model", "tp", "pp", "speculation", "draft_tokens", "sampling", "batch", "backend", "screen")
+PLACE = ("section", "model", "tp", "pp", "speculation", "draft_tokens", "sampling", "batch", "prompt_tokens")
+PLACE += ("backend", "screen")
 BENCHMARKS = {
     "serve": Benchmark(
         __doc__, run, add_options, prepare, SECTIONS, (STOCK,), PLACE, ("sampling", "batch", "backend", "screen")

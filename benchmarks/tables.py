@@ -429,6 +429,16 @@ def serve_repeats(results: Results) -> pd.DataFrame | None:
     return by_batch(rows, "verdicts (changes of the time per token)", lambda row: row["about"], cell)
 
 
+def serve_prompts(results: Results) -> pd.DataFrame | None:
+    return wide(
+        results.rows("serve", "prompts"),
+        "prompt with logprobs",
+        lambda row: f"{row['model']}, {row['prompt_tokens']:,} tokens",
+        lambda row: row["backend"],
+        lambda row: f"{row['ms']:.1f} ± {row['spread_ms']:.1f} ms, {row['grown_mb']:.0f} MB",
+    )
+
+
 def serve_host(results: Results) -> pd.DataFrame | None:
     return by_batch(
         results.rows("serve", "host"),
@@ -757,6 +767,7 @@ SECTIONS: dict[str, Section | Picture] = {
     "serve-graphs": Section(compared("graphs", "one root", "two roots", _graph_words), "serve", "graphs"),
     "serve-oracle": Section(compared("oracle", "oracle", "flashsample"), "serve", "oracle"),
     "serve-plane": Section(serve_plane, "decision-plane"),
+    "serve-prompts": Section(serve_prompts, "serve", "prompts"),
     "serve-host": Section(serve_host, "serve", "host"),
     "serve-profile": Section(serve_profile, "serve", "profile"),
     "load": Section(load, "load"),

@@ -80,8 +80,8 @@ both the same kind of requests. Arguments that are not listed here go to both se
 not fit on the GPU they run in turns. A difference is named only where its 99 % confidence interval excludes zero.
 
 samplings: t1 (temperature 1), trunc (temperature 0.7, top_p 0.9, top_k 50), greedy, penalty, json, logprob,
-top-logprobs, ids; with --traffic also mix: 40 % trunc, 20 % t1, 20 % greedy, 10 % penalties or bias, 10 % JSON or
-logprobs
+top-logprobs, ids (logprobs of 16 given ids), prompt-logprobs; with --traffic also mix: 40 % trunc, 20 % t1, 20 %
+greedy, 10 % penalties or bias, 10 % JSON or logprobs
 
 A batch of the same requests from start to end is measured. With --traffic, clients send requests with prompts of 32 to
 512 tokens and answers of 16 to 512, each its next one when the last is answered.

@@ -39,7 +39,7 @@ logger = logging.getLogger("sgl_flashsample")
 MAX_INTERPRETED_ROWS = 16  # on a CPU the kernels are checked for batches up to this size
 IDLE_READS = 4  # reads of device counters after the last step: one starts a copy, a later one sees it
 NATIVE_FEATURES = "custom logit processors, sampling masks and beam search"
-NATIVE_ON_RANKS = f"{NATIVE_FEATURES.replace(' and', ',')}, top logprobs and token-id logprobs"
+NATIVE_ON_RANKS = "custom logit processors, sampling masks, beam search, top logprobs and token-id logprobs"
 
 
 LATE_HEAD = "the model shows its LM head only at its first batch"

@@ -226,7 +226,7 @@ def config(size: Size) -> dict[str, object]:
         "vocab_size": size.vocab_size,
         "tie_word_embeddings": size.tied,
         "torch_dtype": size.dtype,
-        "max_position_embeddings": 4096,
+        "max_position_embeddings": 40960,  # as Qwen3 has
         "rms_norm_eps": NORM_EPS,
         "rope_theta": 10000.0,
         "hidden_act": "silu",
@@ -266,7 +266,7 @@ def write_tokenizer(folder: Path, vocab_size: int) -> None:
         "bos_token": "<s>",
         "eos_token": "</s>",
         "pad_token": "<pad>",
-        "model_max_length": 4096,
+        "model_max_length": 40960,
         "clean_up_tokenization_spaces": False,
         "chat_template": "{% for message in messages %}{{ message['content'] }} {% endfor %}",
     }

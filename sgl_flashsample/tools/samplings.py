@@ -82,6 +82,9 @@ SAMPLINGS: dict[str, Sampling] = {
         {"temperature": 1.0},
         {"return_logprob": True, "token_ids_logprob": list(range(1000, 1016))},
     ),
+    "prompt-logprobs": Sampling(
+        "temperature 1, logprobs of the prompt", {"temperature": 1.0}, {"return_logprob": True, "logprob_start_len": 0}
+    ),
     "k20p95": _sampling("top_k 20, top_p 0.95", top_k=20, top_p=0.95),
     "k50p90": _sampling("top_k 50, top_p 0.9", top_k=50, top_p=0.9),
     "p90": _sampling("top_p 0.9", top_p=0.9),
@@ -99,4 +102,4 @@ SAMPLINGS: dict[str, Sampling] = {
     "T0.6 k50p90": _sampling("temperature 0.6, top_k 50, top_p 0.9", 0.6, top_k=50, top_p=0.9),
 }
 # Samplings of servers: what ``bench`` offers, and ``benchmarks/serve.py`` measures.
-SERVED = ("t1", "trunc", "greedy", "penalty", "json", "logprob", "top-logprobs", "ids")
+SERVED = ("t1", "trunc", "greedy", "penalty", "json", "logprob", "top-logprobs", "ids", "prompt-logprobs")

@@ -173,8 +173,16 @@ def test_the_server_benchmark_measures_pairs_and_host_time(dry_run):
     assert new["stock", "flashsample", 8]["bytes_per_row"] == 20 and ("oracle", "oracle", 8) in new
     repeated = new["repeats", None, 1]
     assert len(repeated["percent"]) == 2 >= repeated["faster"] + repeated["slower"] and repeated["pairs"] == 3
+    prompts = dry_run("serve", "--only", "prompts", "--keep", *arguments)["rows"][len(drafted) :]
+    assert [(row["prompt_tokens"], row["backend"]) for row in prompts] == [
+        (16, "stock"),
+        (16, "flashsample"),
+        (32, "stock"),
+        (32, "flashsample"),
+    ]
+    assert all(len(row["samples"]) == 3 and row["ms"] > 0 for row in prompts)
     late = dry_run("serve", "--only", "profile", "--keep", "--limit", "0", *arguments)
-    assert late["rows"] == drafted and late["env"]["not_run"] == [], "its cells have been measured before"
+    assert late["rows"] == drafted + prompts and late["env"]["not_run"] == [], "its cells have been measured before"
 
 
 @needs_sglang
