@@ -15,7 +15,7 @@ from .kernels.params import LARGEST_LOGIT, BatchParams, Edit, LogitEdits
 from .kernels.reference import edit_logits_ref
 from .kernels.top_logprobs import TopLogprobs
 
-BLOCK_LOGITS = 1 << 22  # of a block of rows, 8 bytes each in the widest temporary tensor: 32 MiB
+BLOCK_LOGITS = 1 << 22  # of a block of rows, 4 bytes each in a few temporary tensors: 16 MiB
 
 
 @torch.no_grad()
@@ -66,15 +66,13 @@ class _Block:
             self.temperature = torch.where(given <= 0, 1.0, given.nan_to_num(nan=hot).clamp(cold, hot)).double()
         self.largest = self.logits.amax(1, keepdim=True)
         # Relative to the largest logit before the temperature: a quotient may be beyond a float32.
-        self.log_total = torch.logsumexp(self._relative(self.logits), 1, keepdim=True)
-
-    def _relative(self, logits: torch.Tensor) -> torch.Tensor:
-        """float64 logits at temperature, less the largest one; NaN in a row without an allowed id."""
-        return (logits.double() - self.largest) / self.temperature
+        mass = ((self.logits - self.largest) / self.temperature.float()).exp_().sum(1, keepdim=True)
+        self.log_total = mass.double().log()
 
     def _logprobs(self, logits: torch.Tensor) -> torch.Tensor:
-        """float32 logprobs of ``[b, n]`` logits of these rows."""
-        return (self._relative(logits) - self.log_total).clamp(LOWEST_LOGPROB, 0.0).float()
+        """float32 logprobs of ``[b, n]`` logits of these rows; NaN in a row without an allowed id."""
+        relative = (logits.double() - self.largest) / self.temperature
+        return (relative - self.log_total).clamp(LOWEST_LOGPROB, 0.0).float()
 
     def logprobs_of(self, ids: torch.Tensor) -> torch.Tensor:
         """``[b, m]`` float32, of ``[b, m]`` or ``[1, m]`` absolute ids."""
@@ -115,7 +113,7 @@ def _first_ids(logits: torch.Tensor, k: int) -> torch.Tensor:
     """
     least = logits.topk(k, 1).values[:, -1:]
     above, tied = logits > least, logits == least
-    chosen = above | (tied & (tied.cumsum(1) <= k - above.sum(1, keepdim=True)))
+    chosen = above | (tied & (tied.cumsum(1, dtype=torch.int32) <= k - above.sum(1, keepdim=True)))
     columns = chosen.nonzero()[:, 1].view(len(logits), k)
     order = logits.gather(1, columns).sort(dim=1, descending=True, stable=True).indices
     return columns.gather(1, order)

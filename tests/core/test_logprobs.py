@@ -257,7 +257,7 @@ def test_sample_and_a_sampler_give_what_the_head_gives(place, monkeypatch, tmp_p
                 assert torch.equal(out.token_ids_logprobs, found.of_ids)
 
 
-def test_a_number_is_of_ids_and_another_path_has_no_logprobs(device):
+def test_logprobs_of_another_type_and_another_path_are_refused(device):
     case = example(device)
     for logprobs in (True, 5.0, [5]):
         with pytest.raises(
