@@ -7,6 +7,7 @@ copied at once, and a list has an object per row, which SGLang asks for its ``to
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -74,11 +75,10 @@ class AskedLogprobs:
         rows = read.clone() if keeps_tensors else HostCopy(read)
         if self.top:
             for place, name in enumerate(("next_token_top_logprobs_idx", "next_token_top_logprobs_val")):
-                self._fill(logits_output, name, [rows.row(place, row, n) for row, n in enumerate(self.top)])
+                self._fill(logits_output, name, rows.rows_of(place, self.top))
         if self.ids:
             lengths = [0 if ids is None else len(ids) for ids in self.ids]
-            name = "next_token_token_ids_logprobs_val"
-            self._fill(logits_output, name, [rows.row(2, row, n) for row, n in enumerate(lengths)])
+            self._fill(logits_output, "next_token_token_ids_logprobs_val", rows.rows_of(2, lengths))
             logits_output.next_token_token_ids_logprobs_idx = [[] if one is None else one for one in self.ids]
 
     def _fill(self, logits_output: Any, name: str, values: list) -> None:
@@ -119,9 +119,10 @@ class PackedLogprobs(NamedTuple):
         floats = (part.view(torch.float32).view(self.rows, -1) if len(part) else part for part in (logprobs, of_ids))
         return (ids.view(torch.int64).view(self.rows, -1) if len(ids) else ids, *floats)  # type: ignore[return-value]
 
-    def row(self, place: int, row: int, length: int) -> torch.Tensor:
-        """The first values of one row of a part. An entry of SGLang's lists."""
-        return self.parts()[place][row, :length]
+    def rows_of(self, place: int, lengths: Sequence[int]) -> list[torch.Tensor]:
+        """The first values of each row of a part: entries of SGLang's lists."""
+        part = self.parts()[place]
+        return [part[row, :length] for row, length in enumerate(lengths)]
 
 
 class HostCopy:
@@ -134,20 +135,17 @@ class HostCopy:
         self._arrived = torch.cuda.Event() if on_gpu else None
         if self._arrived is not None:
             self._arrived.record()
-        self._lists: tuple[list, ...] | None = None
 
-    @property
+    @functools.cached_property
     def lists(self) -> tuple[list, ...]:
         """The rows of each part, after they have arrived: SGLang has waited for later work of its stream by then."""
-        if self._lists is None:
-            if self._arrived is not None:
-                self._arrived.synchronize()
-            self._lists = tuple(part.tolist() for part in self._read.parts())
-        return self._lists
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return tuple(part.tolist() for part in self._read.parts())
 
-    def row(self, place: int, row: int, length: int) -> HostRow:
-        """The first values of one row of a part. An entry of SGLang's lists."""
-        return HostRow(self, place, row, length) if length else NO_VALUES
+    def rows_of(self, place: int, lengths: Sequence[int]) -> list[HostRow]:
+        """The first values of each row of a part: entries of SGLang's lists."""
+        return [HostRow(self, place, row, length) for row, length in enumerate(lengths)]
 
 
 class HostRow(NamedTuple):
@@ -158,9 +156,6 @@ class HostRow(NamedTuple):
 
     def tolist(self) -> list:
         return self.copy.lists[self.place][self.row][: self.length] if self.length else []
-
-
-NO_VALUES = HostRow(None, 0, 0, 0)  # type: ignore[arg-type]
 
 
 class LogprobInputs:
