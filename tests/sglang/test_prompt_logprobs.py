@@ -415,10 +415,11 @@ def test_a_batch_of_other_lengths_stays(prompts, fields, caplog):
     assert not caplog.records
 
 
-def test_a_batch_that_cannot_be_read_stays_and_a_warning_says_so(prompts, caplog):
-    batch = prepared([0, 2], [[], None], extend_lens=[4, 9])
-    ids = batch.extend_input_logprob_token_ids
-    prompts.prepare_for_extend(None, batch)
-    assert batch.extend_logprob_start_lens == [0, 2] and batch.extend_input_logprob_token_ids is ids
+def test_a_batch_that_cannot_be_read_stays_and_one_warning_says_so(prompts, caplog):
+    for _ in range(2):
+        batch = prepared([0, 2], [[], None], extend_lens=[4, 9])
+        ids = batch.extend_input_logprob_token_ids
+        prompts.prepare_for_extend(None, batch)
+        assert batch.extend_logprob_start_lens == [0, 2] and batch.extend_input_logprob_token_ids is ids
     (line,) = [record.message for record in caplog.records]
-    assert "after a retraction" in line
+    assert "prefills after a retraction compute logprobs that SGLang has stored already: RuntimeError: " in line
