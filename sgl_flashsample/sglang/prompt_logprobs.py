@@ -46,8 +46,8 @@ class Prompt(NamedTuple):
 
 
 class HostRows:
-    """Rows of a matrix in host memory, each as a list, when they are iterated over: by then SGLang has waited for the
-    stream that copies them."""
+    """Rows of a matrix in host memory, each as a list, read when they are iterated over. A copy on the current stream
+    fills the matrix; SGLang reads the logprobs of the tokens first, which it copies later on that stream."""
 
     def __init__(self, rows: torch.Tensor) -> None:
         self._rows = rows
@@ -62,6 +62,7 @@ class PromptHooks:
     def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime
         self._off_until = 0.0  # after a failure SGLang computes the logprobs of prompts, until then
+        self._drops_stored = True  # until a batch cannot be read
 
     def forward(
         self,
@@ -152,10 +153,16 @@ class PromptHooks:
     def prepare_for_extend(self, result: Any, batch: Any, *args: Any, **kwargs: Any) -> None:
         """After ScheduleBatch.prepare_for_extend: no logprobs of rows whose values SGLang has stored already."""
         try:
-            if batch.return_logprob and batch.extend_input_logprob_token_ids is not None:
+            if self._drops_stored and batch.return_logprob and batch.extend_input_logprob_token_ids is not None:
                 drop_stored(batch)
         except Exception as error:  # SGLang then computes what it drops
-            logger.warning("flashsample: logprobs after a retraction are SGLang's: %s: %s", type(error).__name__, error)
+            self._drops_stored = False
+            logger.warning(
+                "flashsample: from this batch on until restart, prefills after a retraction compute logprobs that "
+                "SGLang has stored already: %s: %s",
+                type(error).__name__,
+                error,
+            )
 
 
 def prompts_of(metadata: Any) -> list[Prompt]:
@@ -245,10 +252,10 @@ def drop_stored(batch: Any) -> None:
     if batch.model_config.is_encoder_decoder:  # whose lengths count other tokens
         return
     stored = [request.logprob.input_token_logprobs_val is not None for request in batch.reqs]
-    starts, lengths = list(batch.extend_logprob_start_lens), batch.extend_lens
     if not any(stored):
         return
-    token_ids = batch.extend_input_logprob_token_ids
+    starts, lengths = batch.extend_logprob_start_lens, batch.extend_lens
+    token_ids: torch.Tensor = batch.extend_input_logprob_token_ids
     parts = token_ids.split([length - start for length, start in zip(lengths, starts, strict=True)])
     kept = torch.cat([token_ids[:0], *(part for part, drop in zip(parts, stored, strict=True) if not drop)])
     batch.extend_input_logprob_token_ids = kept.pin_memory() if token_ids.is_pinned() else kept

@@ -16,6 +16,7 @@ from fake_head import Script
 from head_states import VOCAB, Processor, hidden_states, make_state, metadata_of, serve
 from sglang_batches import make_samplers
 
+from sgl_flashsample import paths
 from sgl_flashsample.sglang import hooks, versions
 from sgl_flashsample.sglang.head import HeadState
 from sgl_flashsample.sglang.lazy_logits import LazyLogits
@@ -95,8 +96,8 @@ class Prefill:
         return torch.log_softmax(logits[:, :VOCAB], dim=-1)
 
 
-def served(runtime: Runtime, device: torch.device, script: Script) -> HeadState:
-    """A head that the runtime serves."""
+def served(runtime: Runtime, device: torch.device, script: Script | None) -> HeadState:
+    """A head that the runtime serves: a fake one with this script, or a real one."""
     state = make_state(device, dtype=torch.float32, script=script)
     state.processor = PromptProcessor()
     serve(runtime, state)
@@ -235,6 +236,30 @@ def test_the_rows_that_draw_a_token_are_left_for_later(prompts, state):
     _, lazy = read(prompts, prefill)
     assert type(lazy) is LazyLogits and lazy.prefills and lazy.source is state and lazy.shape == (2, VOCAB)
     assert torch.equal(lazy.hidden, prefill.hidden[prefill.sample])
+
+
+@pytest.mark.parametrize("rows", [4, 6, 1024])
+def test_values_of_kernels_are_those_of_float64_wherever_a_chunk_ends(prompts, runtime, device, monkeypatch, rows):
+    """In chunks of 4 rows, which end where sequences do, of 6 rows, and in one chunk; within 2e-5."""
+    state = served(runtime, device, None)
+    monkeypatch.setattr(paths, "MAX_CHUNK_BYTES", rows * state.lm_head.weight.shape[0] * 4)
+    sequences = [Part(4, 0, 3, LOW), Part(4, 4), Part(3, 0, 0, HIGH), Part(9, 1, 9)]
+    prefill = Prefill(state, sequences)
+    result, _ = read(prompts, prefill)
+    want, start = prefill.logprobs, 0
+    of_tokens = want.gather(1, prefill.targets[:, None])[:, 0]
+    torch.testing.assert_close(result.token_logprobs.double(), of_tokens, atol=2e-5, rtol=0)
+    for place, one in enumerate(sequences):
+        part = want[start : start + one.length - one.start]
+        start += len(part)
+        values, ids = part.topk(one.top)
+        if len(part):
+            assert list(result.top_logprobs_idx[place]) == ids.tolist()
+            mine = torch.tensor(list(result.top_logprobs_val[place]), dtype=torch.float64, device=device)
+            torch.testing.assert_close(mine, values, atol=2e-5, rtol=0)
+        if len(part) and one.ids is not None:
+            mine = result.token_ids_logprobs_val[place].double().to(device)
+            torch.testing.assert_close(mine, part[:, one.ids], atol=2e-5, rtol=0)
 
 
 def test_a_pipeline_sends_lists_at_once(prompts, state):
@@ -415,10 +440,11 @@ def test_a_batch_of_other_lengths_stays(prompts, fields, caplog):
     assert not caplog.records
 
 
-def test_a_batch_that_cannot_be_read_stays_and_a_warning_says_so(prompts, caplog):
-    batch = prepared([0, 2], [[], None], extend_lens=[4, 9])
-    ids = batch.extend_input_logprob_token_ids
-    prompts.prepare_for_extend(None, batch)
-    assert batch.extend_logprob_start_lens == [0, 2] and batch.extend_input_logprob_token_ids is ids
+def test_a_batch_that_cannot_be_read_stays_and_one_warning_says_so(prompts, caplog):
+    for _ in range(2):
+        batch = prepared([0, 2], [[], None], extend_lens=[4, 9])
+        ids = batch.extend_input_logprob_token_ids
+        prompts.prepare_for_extend(None, batch)
+        assert batch.extend_logprob_start_lens == [0, 2] and batch.extend_input_logprob_token_ids is ids
     (line,) = [record.message for record in caplog.records]
-    assert "after a retraction" in line
+    assert "prefills after a retraction compute logprobs that SGLang has stored already: RuntimeError: " in line
