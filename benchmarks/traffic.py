@@ -54,7 +54,7 @@ GRAPHS_UP_TO = 1024  # rows of a batch
 USABLE, OVERHEAD = 0.94, 6 * 2**30  # share of the GPU; bytes of a server beside weights and KV cache
 OUT_OF_TIME = "out of time"
 ARGUMENTS = ("--load-format", "dummy", "--random-seed", "1", "--enable-metrics", "--disable-radix-cache")
-GPU_ARGUMENTS = ("--attention-backend", "triton", "--disable-prefill-cuda-graph", "--disable-flashinfer-autotune")
+GPU_ARGUMENTS = ("--attention-backend", "triton", "--disable-flashinfer-autotune")
 
 
 def weight_bytes(size: markov.Size) -> int:
