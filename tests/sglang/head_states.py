@@ -247,7 +247,7 @@ class CountingCapture:
         if self.fails:
             raise RuntimeError("no memory for a graph")
         graph, launched = (None, launches()) if self._cuda is None else self._cuda(launches, pool)
-        self.graphs.append(CountedGraph(self, launches, launched, graph))
+        self.graphs.append(CountedGraph(self, launches, launched._replace(scratch=None), graph))
         return self.graphs[-1], launched
 
 

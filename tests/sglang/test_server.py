@@ -90,11 +90,10 @@ COMPARED = {
     "greedy with hidden states": ({"temperature": 0}, {"return_hidden_states": True}, "fused"),
     "greedy with stop regex": ({"temperature": 0, "stop_regex": "w7.*"}, {}, "fused"),
     "input logprobs": ({"temperature": 0}, {"return_logprob": True, "logprob_start_len": 0}, "fused"),
-    # The rows that draw are those of top logprobs, whoever serves them.
     "input logprobs, top and of ids": (
         {"temperature": 0},
         TOP_LOGPROBS | {"logprob_start_len": 1, "token_ids_logprob": [5, 6, 5]},
-        None,
+        "fused",
     ),
     "input logprobs and no token": (
         {"max_new_tokens": 0},
