@@ -53,10 +53,12 @@ class Step(NamedTuple):
         return self.batch.mix.draw if self.nodes is None else self.batch.mix.draw_of_nodes
 
 
-def replayed(started: float, lazy: Any, sampling_info: Any, positions: torch.Tensor) -> torch.Tensor | None:
-    """The tokens of a step without logprobs whose like has been replayed before, found in one function: between two
-    steps the host does much else, and what a step looks at is no longer in its caches. None where ``draw`` has to serve
-    it, as it does once in ``FULL_STEP_SECONDS``."""
+def replayed(
+    started: float, lazy: Any, sampling_info: Any, positions: torch.Tensor, return_logprob: bool
+) -> Drawn | None:
+    """The draw of a step whose like has been replayed before, found in one function: between two steps the host does
+    much else, and what a step looks at is no longer in its caches. None where ``draw`` has to serve it, as it does once
+    in ``FULL_STEP_SECONDS``. return_logprob: also the logprobs of the tokens; no row may ask for more."""
     batch = getattr(sampling_info, BATCH_ATTRIBUTE, None)
     if type(lazy) is not LazyLogits or batch is None or sampling_info.grammars:
         return None
@@ -76,7 +78,7 @@ def replayed(started: float, lazy: Any, sampling_info: Any, positions: torch.Ten
         captured = state.stage_for(num_rows) if lazy.prefills else None
         if captured is None:
             return None
-    ready = graphs.ready.get((captured.data_ptr(), batch.mix))
+    ready = graphs.ready.get((captured.data_ptr(), batch.mix, return_logprob))
     if ready is None:
         return None
     keyed, lines = ready
@@ -92,7 +94,7 @@ def replayed(started: float, lazy: Any, sampling_info: Any, positions: torch.Ten
     else:
         table.write()
         state.counts.replayed += 1
-    return keyed.next_tokens(num_rows)
+    return keyed.replay_next(num_rows)
 
 
 def _is_staged(stage: torch.Tensor, hidden: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor) -> bool:
@@ -148,6 +150,7 @@ def _draw(lazy: LazyLogits, step: Step) -> Drawn:
         # The batch is drawn with its noise, whatever FlashInfer could do.
         kind, mix = step.kind._replace(distribution_only=False), step.batch.mix
         logprobs = step.return_logprob if wanted is None else wanted
+        needs_more = mix.is_native or mix.edits or asked or (step.return_logprob and mix.has_other_logprobs)
         keyed = graphs.find(
             lambda batch: _launches(state, padded, kind, edits, logprobs, table if gathers else None, batch),
             padded,
@@ -155,7 +158,7 @@ def _draw(lazy: LazyLogits, step: Step) -> Drawn:
             edits,
             step.return_logprob if asked is None or wanted is None else (asked.layout, *map(_place_of, wanted[1:3])),
             table.lines if gathers else None,
-            mix if not (mix.is_native or mix.edits or step.return_logprob) else None,
+            None if needs_more else mix,
             staged,
         )
     if keyed is None:

@@ -82,15 +82,23 @@ class FlashSampler(Sampler):
         **kwargs: Any,
     ) -> torch.Tensor:
         started, runtime = time.perf_counter(), self.runtime
-        if not (return_logprob or kwargs or runtime.sees_every_step or runtime.inactive_reason):
+        asks_for_more = return_logprob and (
+            runtime.settings.original_logprobs
+            or any(top_logprobs_nums or ())
+            or (token_ids_logprobs and token_ids_logprobs.count(None) != len(token_ids_logprobs))
+        )
+        if not (asks_for_more or kwargs or runtime.sees_every_step or runtime.inactive_reason):
+            lazy = logits_output.next_token_logits
             try:
-                token_ids = replayed(started, logits_output.next_token_logits, sampling_info, positions)
+                drawn = replayed(started, lazy, sampling_info, positions, return_logprob)
             except Exception as error:  # a request must not fail because a path cannot serve it
                 runtime.disable(f"{type(error).__name__}: {error}")
-                token_ids = None
-            if token_ids is not None:
+                drawn = None
+            if drawn is not None:
+                if return_logprob:
+                    logits_output.next_token_logprobs = drawn.logprobs
                 runtime.count_replayed(getattr(sampling_info, BATCH_ATTRIBUTE), started)
-                return token_ids
+                return drawn.token_ids
         call = Call(logits_output, sampling_info, return_logprob, top_logprobs_nums, token_ids_logprobs, positions)
         preprocess = vars(logits_output).pop(PREPROCESS_ATTRIBUTE, None)
         num_rows = logits_output.next_token_logits.shape[0]

@@ -146,6 +146,15 @@ class Drawn(NamedTuple):
         out, logprobs = launched.out, launched.logprobs
         return cls(out.token_ids, out.logprobs if logprobs is None else logprobs, launched.rest)
 
+    def first(self, num_rows: int) -> Drawn:
+        """Views of the first rows."""
+        logprobs = None if self.logprobs is None else self.logprobs[:num_rows]
+        return Drawn(self.token_ids[:num_rows], logprobs, self.rest)
+
+    def clone(self) -> Drawn:
+        """Tokens and logprobs that stay."""
+        return Drawn(self.token_ids.clone(), None if self.logprobs is None else self.logprobs.clone(), self.rest)
+
 
 # Makes the launches of a graph. Takes where the graph finds its next batch; None where they do not ask.
 Draw = Callable[[NextBatch | None], Launched]
@@ -155,7 +164,7 @@ class _Captured(NamedTuple):
     graph: Graph
     drawn: Drawn
     holds: Any  # other tensors that its launches write to
-    first_tokens: dict[int, torch.Tensor]  # views of the first tokens, by their number
+    first: dict[int, Drawn]  # views of the first rows, by their number
 
 
 class KeyedGraphs:
@@ -174,27 +183,13 @@ class KeyedGraphs:
         return self.batches[self.slot]
 
     def replay_next(self, num_rows: int) -> Drawn:
-        captured = self._replay()
-        token_ids, (_, logprobs, rest) = self._first(captured, num_rows), captured.drawn
-        if logprobs is not None:
-            logprobs = logprobs[:num_rows].clone() if self._copies_tokens else logprobs[:num_rows]
-        return Drawn(token_ids, logprobs, rest)
-
-    def next_tokens(self, num_rows: int) -> torch.Tensor:
-        """The tokens of ``replay_next`` alone."""
-        return self._first(self._replay(), num_rows)
-
-    def _replay(self) -> _Captured:
         captured = self.captured[self.slot]
         self.slot = (self.slot + 1) % SLOTS
         captured.graph.replay()
-        return captured
-
-    def _first(self, captured: _Captured, num_rows: int) -> torch.Tensor:
-        token_ids = captured.first_tokens.get(num_rows)
-        if token_ids is None:
-            token_ids = captured.first_tokens[num_rows] = captured.drawn.token_ids[:num_rows]
-        return token_ids.clone() if self._copies_tokens else token_ids
+        drawn = captured.first.get(num_rows)
+        if drawn is None:
+            drawn = captured.first[num_rows] = captured.drawn.first(num_rows)
+        return drawn.clone() if self._copies_tokens else drawn
 
 
 class StepGraphs:
@@ -207,8 +202,8 @@ class StepGraphs:
     is told is overwritten no earlier. A pipeline sends tokens to its first stage later than that: with
     ``copies_tokens`` a step returns a copy of its tokens and logprobs, and no graph is told anything.
 
-    ready: graphs that can be replayed without another look, by the place of the hidden states and the kinds of rows;
-    and the table of requests that they read.
+    ready: graphs that can be replayed without another look, by the place of the hidden states, the kinds of rows and
+    whether the tokens' logprobs are computed; and the table of requests that they read.
 
     For these workspaces and buffers, and the head, table and screen that they were made with. max_rows: of the largest
     batch. is_prepared: all graphs that are to be captured ahead are there. num_bytes: device memory that these took.
@@ -228,7 +223,7 @@ class StepGraphs:
         self._masks: dict[tuple[int, torch.dtype], torch.Tensor] = {}
         self._off_until: float | None = None
         self.is_prepared, self.num_bytes = False, 0
-        self.ready: dict[tuple[int, Mix], tuple[KeyedGraphs, torch.Tensor]] = {}
+        self.ready: dict[tuple[int, Mix, Hashable], tuple[KeyedGraphs, torch.Tensor]] = {}
         self._graphs: dict[tuple[Hashable, ...], KeyedGraphs] = {}
 
     @property
@@ -267,7 +262,7 @@ class StepGraphs:
                 return None
             self._counts.late_captures += 1
         elif mix is not None and table is not None:
-            self.ready[hidden.data_ptr(), mix] = graphs, table
+            self.ready[hidden.data_ptr(), mix, logprobs] = graphs, table
         return graphs
 
     def has(self, hidden: torch.Tensor, kind: DrawKind, table: torch.Tensor | None, staged: bool) -> bool:

@@ -182,8 +182,9 @@ class ModelRunner:
 
 class SteadyServer:
     """A server that draws the same batch step by step, as the first rows of one of SGLang's CUDA graphs. rows: the
-    sampling parameters of each request, or other arguments of ``request``. paths: what served each row of the last
-    step. padded: rows of the graph, where these are more. captured: whether there is a graph."""
+    sampling parameters of each request, or other arguments of ``request``. paths, logprobs: what served each row of the
+    last step, and the logprobs of its tokens. padded: rows of the graph, where these are more. captured: whether there
+    is a graph."""
 
     captured = True
 
@@ -193,6 +194,7 @@ class SteadyServer:
         serve(self.runtime, state)
         self.runner = ModelRunner(self.sampler, StepHooks(self.runtime))
         self.paths: list[str] = []
+        self.logprobs: torch.Tensor | None = None
         self.hidden = hidden_states(device, max(padded, len(rows)), dtype=state.head.lm_head.weight.dtype)
         self.positions = torch.arange(len(self.hidden), device=device)
         self.take(rows)
@@ -209,6 +211,7 @@ class SteadyServer:
         lazy = LazyLogits(self.hidden, VOCAB, self.state, self._logits, captured)[:rows]
         tokens, output = self.runner.sample(lazy, self.info, return_logprob, positions=self.positions[:rows])
         self.paths = (output.customized_info or {}).get("flashsample_path", [])
+        self.logprobs = output.next_token_logprobs
         return tokens.tolist()
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -790,6 +790,8 @@ class Moving:
     """Decode steps in one of SGLang's graphs, which has the positions and slots of its rows at one place. Each step is
     compared with the same step of a head without graphs."""
 
+    logprob = False  # whether logprobs of the tokens are asked for
+
     def __init__(self, padded: int = 4) -> None:
         self.capture, self.padded = CountingCapture(), padded
         self.state, self._launching = reading_state(capture=self.capture), reading_state()
@@ -810,16 +812,17 @@ class Moving:
         self.state.inputs.positions.zero_()
         self.state.inputs.slots.zero_()
         self.state.inputs.positions[:num_rows], self.state.inputs.slots[:num_rows] = positions, torch.tensor(slots)
-        step = Step(batch, torch.tensor(slots), positions, None, False)
+        step = Step(batch, torch.tensor(slots), positions, None, self.logprob)
         launched = draw(lazy_of(self._launching, self.hidden, num_rows, False), step)
         lazy = lazy_of(self.state, self.hidden, num_rows)
         sampling_info = types.SimpleNamespace(**{BATCH_ATTRIBUTE: batch, "grammars": None} | info)
-        tokens = replayed(time.perf_counter(), lazy, sampling_info, positions) if short else None
+        drawn = replayed(time.perf_counter(), lazy, sampling_info, positions, self.logprob) if short else None
         how, before = "ready", self.state.counts.replayed
-        if tokens is None:
-            tokens = draw(lazy, step).token_ids
+        if drawn is None:
+            drawn = draw(lazy, step)
             how = "replayed" if self.state.counts.replayed > before else "launched"
-        assert torch.equal(tokens, launched.token_ids)
+        assert torch.equal(drawn.token_ids, launched.token_ids)
+        assert drawn.logprobs is launched.logprobs is None or torch.equal(drawn.logprobs, launched.logprobs)
         return how
 
 
@@ -832,9 +835,10 @@ def moving(monkeypatch) -> Moving:
 WARM = ["launched"] * PATIENCE + ["replayed"] * SLOTS
 
 
-def test_a_graph_gathers_the_rows_of_this_step_whichever_requests_they_are(moving):
+@pytest.mark.parametrize("logprob", [False, True], ids=["tokens", "logprobs"])
+def test_a_graph_gathers_the_rows_of_this_step_whichever_requests_they_are(moving, logprob):
     """One leaves and one joins at each step, in a slot that was used before."""
-    served = []
+    moving.logprob, served = logprob, []
     for number in range(12):
         slots = [1 + number % 5, 1 + (number + 2) % 5, 1 + (number + 3) % 5][: 2 + number % 2]
         rows = [{"temperature": 0.5 + number + slot, "sampling_seed": number * slot} for slot in slots]
@@ -867,9 +871,9 @@ def test_what_may_have_changed_is_looked_at_in_full(moving, name):
     batch, _ = warm(moving)
     info = {BATCH_ATTRIBUTE: batch, "grammars": None}
     lazy = lazy_of(moving.state, moving.hidden, 2)
-    assert replayed(time.perf_counter(), lazy, types.SimpleNamespace(**info), torch.arange(2)) is not None
+    assert replayed(time.perf_counter(), lazy, types.SimpleNamespace(**info), torch.arange(2), False) is not None
     info |= NOT_READY[name](moving, batch) or {}
-    assert replayed(time.perf_counter(), lazy, types.SimpleNamespace(**info), torch.arange(2)) is None
+    assert replayed(time.perf_counter(), lazy, types.SimpleNamespace(**info), torch.arange(2), False) is None
 
 
 @pytest.mark.parametrize("name", ["logits that were read", "no graph of SGLang's", "plain logits", "positions"])
@@ -881,12 +885,18 @@ def test_other_logits_have_no_short_way(moving, name):
     if name == "plain logits":
         lazy = torch.zeros(2, VOCAB)
     info = types.SimpleNamespace(**{BATCH_ATTRIBUTE: batch, "grammars": None})
-    assert replayed(time.perf_counter(), lazy, info, torch.arange(3 if name == "positions" else 2)) is None
+    assert replayed(time.perf_counter(), lazy, info, torch.arange(3 if name == "positions" else 2), False) is None
 
 
 @pytest.mark.parametrize("rows", [[{"logit_bias": {}}] * 2, [{}, {"beam_width": 2}]], ids=["edits", "SGLang's rows"])
 def test_batches_that_need_more_than_a_draw_have_no_short_way(moving, rows):
     batch = moving.batch_in([1, 2], *rows)
+    assert "ready" not in [moving.step(batch, [1, 2]) for _ in range(SETTLED + 4)]
+
+
+def test_batches_with_a_logprob_at_another_temperature_have_no_short_way(moving):
+    moving.logprob = True
+    batch = moving.batch_in([1, 2], {"temperature": 0.5, "top_k": 1}, {"temperature": 0.5})
     assert "ready" not in [moving.step(batch, [1, 2]) for _ in range(SETTLED + 4)]
 
 
@@ -935,13 +945,13 @@ class Prefills:
         replays = self.capture.replays
         lazy = LazyLogits(hidden, VOCAB, self.state, lambda hidden: pytest.fail("logits"), prefills=True)
         info = types.SimpleNamespace(**{BATCH_ATTRIBUTE: batch, SLOTS_ATTRIBUTE: slots, "grammars": None})
-        tokens = None if edits is not None else replayed(time.perf_counter(), lazy, info, positions)
+        drawn = None if edits is not None else replayed(time.perf_counter(), lazy, info, positions, False)
         how = "ready"
-        if tokens is None:
-            tokens = draw(lazy, step).token_ids
+        if drawn is None:
+            drawn = draw(lazy, step)
             how = "replayed" if self.capture.replays > replays else "launched"
         lazy = LazyLogits(hidden, VOCAB, self._launching, lambda hidden: pytest.fail("logits"), prefills=True)
-        assert torch.equal(tokens, draw(lazy, step).token_ids)
+        assert torch.equal(drawn.token_ids, draw(lazy, step).token_ids)
         assert self.state.counts.prefills == self.number and self.state.counts.launched == 0
         return how
 
@@ -997,7 +1007,7 @@ def test_a_prefill_whose_slots_are_not_known_has_no_short_way(prefills):
     batch = Batch.of_requests([request(), request()], [1, 2], prefills.table, 1, True)
     lazy = LazyLogits(hidden, VOCAB, prefills.state, lambda hidden: pytest.fail("logits"), prefills=True)
     info = types.SimpleNamespace(**{BATCH_ATTRIBUTE: batch, "grammars": None})
-    assert replayed(time.perf_counter(), lazy, info, positions) is None
+    assert replayed(time.perf_counter(), lazy, info, positions, False) is None
 
 
 @pytest.mark.parametrize("case", ["33 rows", "a bias", "a pipeline"])
@@ -1202,6 +1212,18 @@ def test_steps_of_the_short_way_draw_what_launches_draw_and_are_counted_once(sho
     summary = server.runtime.metrics.summary()
     assert summary.startswith(f"since the start: fused {2 * steps} rows in {steps} batches{truncated}; ")
     assert summary.endswith(f"{SLOTS + 4} of {steps} decode steps by CUDA graphs")
+
+
+@needs_sglang
+def test_logprobs_of_the_short_way_are_those_of_launches(short):
+    both = short("plain")
+    server = both.replaying
+    for _ in range(PATIENCE + SLOTS + 1):
+        assert server.step(return_logprob=True) == both.launching.step(return_logprob=True)
+    server.state.step_graphs = lambda *arguments, **options: pytest.fail("looked at in full")
+    for _ in range(3):
+        assert server.step(return_logprob=True) == both.launching.step(return_logprob=True)
+        torch.testing.assert_close(server.logprobs, both.launching.logprobs, rtol=0, atol=1e-5)
 
 
 @needs_sglang
