@@ -5,7 +5,8 @@ one block while the next one is copied, and the tokens go back. They are the tok
 The host waits for the device in each step, so that overlap scheduling hides nothing.
 
 The backend is sgl-flashsample's own with another draw, without a screen and without CUDA graphs of the step. It serves
-LM heads that one rank holds. ``serve.py`` puts it on the path of its servers as it does ``oracle.py``.
+LM heads that one rank holds, and draws on the device where logprobs beside those of the tokens are asked for.
+``serve.py`` puts it on the path of its servers as it does ``oracle.py``.
 """
 
 from __future__ import annotations
@@ -36,11 +37,14 @@ def register() -> None:
 
 def make_sampler() -> Any:
     os.environ |= {SCREEN_VARIABLE: "off", STEP_GRAPHS_VARIABLE: "0"}
-    from sgl_flashsample.sglang import draw, plugin, sampler
+    from sgl_flashsample.sglang import draw, plugin, sampler, step_graphs
 
     planes: dict[torch.device, DecisionPlane] = {}
+    draw_on_device = sampler.draw
 
     def draw_in_host_memory(lazy: Any, step: Any) -> Any:
+        if step.asked is not None:  # logprobs of other ids than the tokens
+            return draw_on_device(lazy, step)
         state, hidden = lazy.source, lazy.hidden
         if state.exchange is not None:
             raise ValueError("several ranks share the LM head; expected one")
@@ -48,7 +52,8 @@ def make_sampler() -> Any:
         draw.gather(state, step, len(hidden))
         params = draw.params_of(state, step.kind, step.edits, len(hidden))
         plane = planes.setdefault(hidden.device, DecisionPlane(hidden.device))
-        return plane.draw(state.head.logits(hidden), state.head.lm_head.spec, params, step.return_logprob)
+        drawn = plane.draw(state.head.logits(hidden), state.head.lm_head.spec, params, step.return_logprob)
+        return step_graphs.Drawn(drawn.token_ids, drawn.logprobs)
 
     sampler.draw = draw_in_host_memory
     return plugin.make_sampler()

@@ -160,14 +160,16 @@ def seeded_rows() -> list[tuple[dict, dict]]:
     return rows
 
 
-def assert_same_answers(answers: list[dict], others: list[dict], *, with_paths: bool = True) -> None:
-    """The same tokens and paths, and logprobs within 1e-3."""
+def assert_same_answers(
+    answers: list[dict], others: list[dict], *, with_paths: bool = True, logprob_error: float = 1e-3
+) -> None:
+    """The same tokens and paths, and logprobs as near as ``logprob_error``."""
     for got, want in zip(answers, others, strict=True):
         assert got["output_ids"] == want["output_ids"]
         assert not with_paths or paths(got) == paths(want)
         logprobs = (answer["meta_info"].get("output_token_logprobs", []) for answer in (got, want))
         for one, other in zip(*logprobs, strict=True):
-            assert one[0] == pytest.approx(other[0], abs=1e-3)
+            assert one[0] == pytest.approx(other[0], abs=logprob_error)
 
 
 def assert_same_logprobs_of_prompts(answer: dict, other: dict) -> None:
@@ -437,6 +439,13 @@ def test_a_seeded_request_answers_the_same_alone_and_among_63_others(ours):
     others = [{"temperature": 0.3 + i / 50, "max_new_tokens": 16, "ignore_eos": True} for i in range(63)]
     crowd = ours.generate(input_ids=[[300]] * 64, sampling_params=[*others[:31], seeded, *others[31:]])
     assert crowd[31]["output_ids"] == alone != other
+
+
+@pytest.mark.parametrize("fields", [TOP_LOGPROBS, {"return_logprob": True, "token_ids_logprob": [5, 6]}], ids=str)
+def test_a_seeded_request_answers_the_same_with_logprobs_beside_those_of_its_tokens(ours, fields):
+    seeded = {"temperature": 1.0, "sampling_seed": 11, "max_new_tokens": 16, "ignore_eos": True}
+    alone, asking = (ours.generate(input_ids=[50, 60], sampling_params=seeded, **more) for more in ({}, fields))
+    assert alone["output_ids"] == asking["output_ids"]
 
 
 def test_a_seeded_request_answers_the_same_with_logprobs_of_prompts_and_beside_them(ours):
@@ -740,10 +749,11 @@ def test_a_server_of_two_ranks_draws_the_tokens_of_one_rank(servers, folder, nam
                 if isinstance(want, str):
                     assert got == want, request
                 else:
-                    assert (got["output_ids"], paths(got)) == (want["output_ids"], paths(want)), request
+                    assert got["output_ids"] == want["output_ids"], request
+                    if "logprobs" not in request:  # some of which ranks leave to SGLang
+                        assert paths(got) == paths(want), request
         rows = [*seeded_rows(), ({"temperature": 0, "custom_params": {"token_ids": [738]}}, processor)]
-        with_paths = name != "pipeline parallelism"
-        assert_same_answers(ask_together(server, rows), ask_together(servers["ours"], rows), with_paths=with_paths)
+        assert_same_answers(ask_together(server, rows), ask_together(servers["ours"], rows), with_paths=False)
         assert_draws_of_one_id_are_independent(server, servers["truth"], 100 if CUDA else 25)
         assert metric(server, "rows_total", path="fused") > metric(server, "rows_total", path="native") > 0
         assert_no_failure(server)
@@ -812,7 +822,8 @@ def test_a_retraction_changes_no_token_of_a_seeded_request_and_no_logprob(server
     with server:
         got, want = answers(server), answers(servers["ours"])
         assert len(server.log_lines("etract")) > 5
-        assert_same_answers(got, want)
+        # A prefill may round a logit to another bfloat16 than decode steps did.
+        assert_same_answers(got, want, logprob_error=0.05)
         for answer, other in zip(got, want, strict=True):
             assert_same_logprobs_of_prompts(answer, other)
         assert all_paths(got) == {"fused"}
