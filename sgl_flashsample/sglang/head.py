@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..head import Head
-from ..kernels.config import cdiv
+from ..kernels.config import cdiv, next_power_of_2
 from ..kernels.gather_rows import RowBuffers
 from ..kernels.merge_ranks import merge_records, no_record, pack_record
 from ..kernels.params import BatchParams, LMHead, SampleOutput
@@ -30,6 +30,7 @@ from .step_graphs import RETRY_SECONDS, Capture, CudaCapture, StepCounts, StepGr
 logger = logging.getLogger("sgl_flashsample")
 
 
+FIRST_LOGPROB_ROWS = 64  # of the first batch with logprobs beside those of its tokens, at least
 STAGED_ROWS = (1, 2, 4, 8, 16, 32)  # rows of prefills that are replayed, padded to the next
 
 
@@ -118,7 +119,8 @@ class HeadState:
         what graphs read is at one place."""
         inputs = self._logprob_inputs
         if inputs is None or inputs.max_rows < num_rows:
-            rows = max(num_rows, *self.captured, 1)
+            # No more than it takes: the logits of 512 rows are 150 MB, which a server may not have.
+            rows = next_power_of_2(max(num_rows, FIRST_LOGPROB_ROWS))
             inputs = self._logprob_inputs = LogprobInputs(rows, self.head.lm_head.weight.device)
             self.head.reserve_logprobs(rows)
         return inputs.load(asked, num_rows)

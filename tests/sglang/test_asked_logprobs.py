@@ -153,6 +153,14 @@ def test_steps_with_these_logprobs_are_replayed_and_get_those_of_launches(script
     assert replaying.counts.replayed >= 4 and replaying.counts.late_captures == 2
 
 
+def test_room_for_logprobs_grows_with_the_batches_that_ask_for_them(script):
+    state, asked = make_state(CPU, script=script), asked_of([5])
+    state.captured[512] = hidden_states(CPU, 512)
+    for rows, room in ((2, 64), (64, 64), (65, 128), (3, 128)):
+        assert len(state.wanted(asked, rows).counts) == rows
+        assert state.head.logprob_scratch.rows.max_rows == room
+
+
 def test_steps_with_these_logprobs_of_other_layouts_have_graphs_of_their_own(script):
     state, hidden = make_state(CPU, capture=CountingCapture(), script=script), hidden_states(CPU, 4)
     whole = LazyLogits(hidden, VOCAB, state, lambda hidden: pytest.fail("logits"), hidden)
