@@ -550,7 +550,7 @@ def test_a_seeded_request_answers_the_same_alone_and_among_64_others_with_every_
     seeded["max_new_tokens"] = 6
     (alone,) = ask_together(ours, [(seeded, {})])
     others = [({key: v for key, v in params.items() if key != "n"}, {}) for params, _ in FUSED.values()]
-    others += [({"temperature": 1.0}, {"return_logprob": True, "top_logprobs_num": 2})]
+    others += [({"temperature": 1.0}, {"return_logprob": True, "top_logprobs_num": n}) for n in (2, 129)]
     others += [({"temperature": 1.0, "top_k": 1}, {}), ({"temperature": 0, "regex": "[0-9]+"}, {})]
     others = [(params | {"max_new_tokens": 6}, fields) for params, fields in (others * 4)[:64]]
     assert len(others) == 64
