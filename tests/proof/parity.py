@@ -71,8 +71,8 @@ FEATURES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "seed": ({}, {}),  # another one for each row
 }
 TRUNCATIONS = {"top_k", "top_p", "min_p"}
-NATIVE = ("top_logprobs", "token_ids_logprobs")  # served by SGLang's sampler
-UNVERIFIED = {"frequency", "presence", "repetition", "min_new_tokens", *NATIVE}
+UNVERIFIED = {"frequency", "presence", "repetition", "min_new_tokens", "top_logprobs", "token_ids_logprobs"}
+MANY_LOGPROBS = {"return_logprob": True, "top_logprobs_num": 129}  # served by SGLang's sampler
 GREEDY_TOKENS, TOKENS = 10, 3
 ROWS = 48  # requests per cell
 NODES, DRAFT_ERROR = 4, 0.6
@@ -92,10 +92,6 @@ class Cell:
     @property
     def greedy(self) -> bool:
         return "greedy" in self.names
-
-    @property
-    def native(self) -> str | None:
-        return next((f"native:{name}" for name in NATIVE if name in self.names), None)
 
     def params(self, truth: Truth) -> dict[str, Any]:
         params: dict[str, Any] = {"temperature": 1.0}
@@ -208,7 +204,7 @@ class Parity:
                 word = self._refused(cell)
             else:
                 word = self._drawn(cell, number)
-            self.matrix[cell.names] = "stock" if cell.native else word
+            self.matrix[cell.names] = word
         self._laws()
         self._together()
 
@@ -251,8 +247,7 @@ class Parity:
         mine = self._ask(self.ours, cell, seeds, 300 + 7 * number % 97)
         self._paths(cell, mine.answers)
         self._law(cell, mine, self.truth, "ours")
-        if cell.native is None:
-            self._reference(cell, mine)
+        self._reference(cell, mine)
         self._law(cell, self._ask(self.stock, cell, [None] * ROWS, 300), self.stock_truth, "stock")
         return "law"
 
@@ -271,13 +266,12 @@ class Parity:
         return Draws(torch.tensor(prompts), tokens, seeds, answers)
 
     def _paths(self, cell: Cell, answers: list[dict]) -> None:
-        want = cell.native or "fused"
         # With drafts SGLang has one value per step, and none is reported.
         paths = {path for answer in answers for path in answer["meta_info"].get("flashsample_path", ())}
         for answer in answers:
             self.verifications += answer["meta_info"].get("spec_verify_ct") or 0
             self.answered += len(answer["output_ids"])
-        served = set() if self.truth.verified else {want}
+        served = set() if self.truth.verified else {"fused"}
         self._check(paths == served, cell, f"served by {paths}; expected {served}")
 
     def _law(self, cell: Cell, draws: Draws, truth: Truth, who: str) -> None:
@@ -365,7 +359,7 @@ class Parity:
             ({"temperature": 0, "max_new_tokens": TOKENS}, {}) for _ in range(4)
         ]
         if not self.truth.verified:
-            others += [({"temperature": 1.0, "max_new_tokens": TOKENS}, FEATURES["top_logprobs"][1])]
+            others += [({"temperature": 1.0, "max_new_tokens": TOKENS}, MANY_LOGPROBS)]
         requests = [(params, cell.fields) for cell, params, _, _ in self.seeded] + others
         answers = self.ours.generate(
             input_ids=[[5, prompt] for _, _, prompt, _ in self.seeded] + [[5, 300]] * len(others),
