@@ -149,6 +149,8 @@ class HostCopy:
 
 
 class HostRow(NamedTuple):
+    """The first values of one row. An entry of SGLang's lists."""
+
     copy: HostCopy
     place: int
     row: int

@@ -44,7 +44,7 @@ def log_mass_ref(logits: torch.Tensor, temperature: torch.Tensor | None = None) 
 @pytest.mark.parametrize("kind", ["plain", "edit+truncate"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_logprobs_are_the_references_from_logits_and_from_the_head(device, dtype, kind, shared):
-    """Of temperature and edits, with 16 rows and more, and more ids than a program takes."""
+    """The temperatures and edits of a batch count, also with 16 rows or more and with more ids than a program takes."""
     for num_rows, num_ids in ((1, 1), (5, 17), (19, 130)):
         case = make_case(num_rows, 2003, device, kind, DTYPES[dtype], hidden=80, padding=13)
         ids = some_ids(1 if shared else num_rows, num_ids, 2003, device)

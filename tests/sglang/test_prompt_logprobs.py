@@ -117,7 +117,7 @@ def prompts(runtime, pretend) -> PromptHooks:
 
 
 def read(prompts: PromptHooks, prefill: Prefill, **options: Any) -> Any:
-    """What our hook answers, where SGLang's own code answers ``STOCK``."""
+    """The result of our hook; ``STOCK`` where it leaves the prompt to SGLang's own code."""
     arguments = list({**prefill.arguments, **options}.values())
 
     def original(processor: Any, *given: Any) -> object:
