@@ -53,7 +53,7 @@ from .batch import BATCH_ATTRIBUTE, PREPROCESS_ATTRIBUTE, REASON_ATTRIBUTE, SLOT
 from .drafts import Drafts
 from .lazy_logits import LazyLogits, plain
 from .row_table import Reason
-from .runtime import RankError, Runtime
+from .runtime import RankError, Runtime, mode_of
 from .settings import NotActiveError, refuse_to_start
 
 logger = logging.getLogger("sgl_flashsample")
@@ -77,7 +77,7 @@ def _guarded(hook: Callable) -> Callable:
         except Exception as error:
             setattr(sampling_info, BATCH_ATTRIBUTE, None)
             hooks.runtime.disable(f"{hook.__name__}: {type(error).__name__}: {error}")
-        hooks.runtime.metrics.scheduling_seconds += time.perf_counter() - started
+        hooks.metrics.scheduling_seconds += time.perf_counter() - started
 
     return guarded
 
@@ -86,7 +86,7 @@ class StepHooks:
     """The hook functions of a step, bound to one Runtime."""
 
     def __init__(self, runtime: Runtime) -> None:
-        self.runtime = runtime
+        self.runtime, self.metrics = runtime, runtime.metrics
 
     def get_logits(
         self,
@@ -112,20 +112,19 @@ class StepHooks:
             return original(processor, hidden, lm_head, logits_metadata, None, False)
 
         is_captured = self.runtime.captures_model(processor, state, hidden_states, logits_metadata)
-        captured, mode = hidden_states if is_captured else None, logits_metadata.forward_mode
-        prefills = mode.is_extend() and not mode.is_target_verify()
+        captured, prefills = hidden_states if is_captured else None, mode_of(logits_metadata).prefills
         lazy = LazyLogits(hidden_states, processor.vocab_size, state, compute, captured, prefills)
-        self.runtime.metrics.scheduling_seconds += time.perf_counter() - started
+        self.metrics.scheduling_seconds += time.perf_counter() - started
         return lazy
 
     def sample(self, model_runner: Any, logits_output: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> None:
         """Before ModelRunner.sample: the slots of the rows, for the sampler, which SGLang gives the sampling info
         alone. DP attention and beam search leave them longer than the logits."""
-        started, logits, info = time.perf_counter(), logits_output.next_token_logits, forward_batch.sampling_info
-        if type(logits) is LazyLogits and info is not None:
-            slots, num_rows = forward_batch.req_pool_indices, logits.shape[0]
-            setattr(info, SLOTS_ATTRIBUTE, slots if len(slots) == num_rows else slots[:num_rows])
-            self.runtime.metrics.scheduling_seconds += time.perf_counter() - started
+        started, lazy, info = time.perf_counter(), logits_output.next_token_logits, forward_batch.sampling_info
+        if type(lazy) is LazyLogits and info is not None:
+            slots = forward_batch.req_pool_indices
+            setattr(info, SLOTS_ATTRIBUTE, slots if slots.shape[0] == lazy.num_rows else slots[: lazy.num_rows])
+            self.metrics.scheduling_seconds += time.perf_counter() - started
 
     def load_model(self, result: Any, model_runner: Any, *args: Any, **kwargs: Any) -> None:
         """ModelRunner.load_model: the weights are there, graphs are not captured yet. An embedding model samples
@@ -156,11 +155,11 @@ class StepHooks:
         computed yet are left alone: the sampler, which SGLang calls next, does it for the rows that need it."""
         started, lazy = time.perf_counter(), logits_output.next_token_logits
         if isinstance(lazy, LazyLogits):
-            observed = bool(args) or any(value is not None for value in kwargs.values())
+            observed = bool(args) or (bool(kwargs) and any(value is not None for value in kwargs.values()))
             if not observed and not lazy.is_dense:
                 sampling_info.grammar_mask = None  # a mask that a departed request left behind
                 setattr(logits_output, PREPROCESS_ATTRIBUTE, functools.partial(original, model_runner))
-                self.runtime.metrics.scheduling_seconds += time.perf_counter() - started
+                self.metrics.scheduling_seconds += time.perf_counter() - started
                 return None
             setattr(logits_output, REASON_ATTRIBUTE, Reason.SAMPLING_OBSERVER if observed else Reason.LOGITS_COMPUTED)
             logits_output.next_token_logits = plain(lazy)
@@ -193,9 +192,10 @@ class StepHooks:
         merged = None if batch is None or second is None else batch.followed_by(second)
         setattr(sampling_info, BATCH_ATTRIBUTE, merged)
 
-    @_guarded
     def copy_for_forward(self, result: Any, sampling_info: Any) -> None:
-        setattr(result, BATCH_ATTRIBUTE, batch_of(sampling_info))
+        started = time.perf_counter()
+        setattr(result, BATCH_ATTRIBUTE, getattr(sampling_info, BATCH_ATTRIBUTE, None))
+        self.metrics.scheduling_seconds += time.perf_counter() - started
 
 
 def install(runtime: Runtime) -> str | None:
