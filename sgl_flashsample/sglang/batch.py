@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..kernels.params import Edit, LogitEdits
-from ..kernels.workspace import MAX_TOP_LOGPROBS
+from ..kernels.workspace import MAX_GIVEN_IDS, MAX_TOP_LOGPROBS
 from .arrivals import Arrivals
 from .logprobs import AskedLogprobs
 from .row_table import ROWS, TOP_K_OFF, Reason, Row, RowTable, read_requests
@@ -28,7 +28,6 @@ from .row_table import ROWS, TOP_K_OFF, Reason, Row, RowTable, read_requests
 BATCH_ATTRIBUTE = "_flashsample_batch"  # on SamplingBatchInfo
 SLOTS_ATTRIBUTE = "_flashsample_slots"  # on SamplingBatchInfo, for one forward: slots of the rows in SGLang's pool
 REASON_ATTRIBUTE = "_flashsample_reason"  # on LogitsProcessorOutput: why its logits were computed after all
-MAX_GIVEN_IDS = 256  # of a row whose logprobs are fused
 PREPROCESS_ATTRIBUTE = "_flashsample_preprocess"  # on LogitsProcessorOutput: SGLang's preprocessing, still to be done
 
 
