@@ -229,15 +229,16 @@ def pack_logprobs(
 
 
 def merge_logprobs(
-    parts: torch.Tensor, k: int, *, counts: torch.Tensor | None = None
+    parts: torch.Tensor, k: int, *, counts: torch.Tensor | None = None, lists: torch.Tensor | None = None
 ) -> tuple[TopLogprobs | None, torch.Tensor | None, torch.Tensor]:
     """The ``k`` likeliest ids of the whole vocabulary, the logprobs of given ids, and the log-mass, of what N parts of
     it have found, in the order of the ids.
 
     parts: ``[N, B, fields_of(k, m)]`` float32, ``pack_logprobs`` of each part, whose logprobs are relative to its own
-    log-mass. k: 0 to ``MAX_TOP_LOGPROBS``. counts: as the parts had them. Returns those of ``top_logprobs`` of all ids,
-    None where k is 0; ``[B, m]`` float32, as ``gather_logprobs`` of all ids has them, None where m is 0; and
-    ``[B, 2]`` float32.
+    log-mass. k: 0 to ``MAX_TOP_LOGPROBS``. counts: as the parts had them. lists: scratch, at least
+    ``2 B MAX_TOP_LOGPROBS`` int32 in a row; allocated when None. Returns those of ``top_logprobs`` of all ids, None
+    where k is 0; ``[B, m]`` float32, as ``gather_logprobs`` of all ids has them, None where m is 0; and ``[B, 2]``
+    float32.
 
     Raises ValueError for a tensor of another shape, dtype, layout or device.
     """
@@ -254,6 +255,9 @@ def merge_logprobs(
     if counts is not None:
         check_rows("counts", counts, (num_rows,), torch.int32, parts)
     device, width = parts.device, width_of(max(k, 1))
+    if lists is None:
+        lists = torch.empty(num_rows * 2 * width, dtype=torch.int32, device=device)
+    check_rows("lists", lists, (max(len(lists), num_rows * 2 * width),), torch.int32, parts)
     output = TopLogprobs.empty(num_rows, k, device)
     of_ids = output.logprobs.new_empty(num_rows, num_ids) if num_ids else None
     assert output.log_mass is not None
@@ -264,7 +268,7 @@ def merge_logprobs(
             (
                 parts,
                 counts,
-                torch.empty(num_rows, 2, width, dtype=torch.int32, device=device) if k else None,
+                lists if k else None,
                 output,
                 of_ids,
                 k,

@@ -28,6 +28,7 @@ from .launch import compiling_only, launch
 from .merge_logprobs import MAX_FIELDS
 from .merge_ranks import MAX_RANKS, NUM_FIELDS, ROWS_PER_PROGRAM, load_records, store_merged, store_records
 from .params import SampleOutput
+from .workspace import MAX_TOP_LOGPROBS
 
 _ALIGNMENT = 128  # bytes: each part of a region starts at a multiple
 COLUMNS_PER_PROGRAM = 4096  # columns of logits that one program copies
@@ -144,7 +145,8 @@ class PeerMemory:
     records, record_flags, logits_flags, logits, logprobs: ``[N]`` int64, addresses on each rank. record_exchanges,
     logits_exchanges: int64, how many there have been; the latter of logits and logprobs. own_logits: ``[max_rows,
     width]``, where this rank writes its logits before ``exchange_rows``. rows: what that returns. own_logprobs:
-    ``[max_rows, MAX_FIELDS]`` float32, where it packs its logprobs before ``exchange_logprobs``.
+    ``[max_rows, MAX_FIELDS]`` float32, where it packs its logprobs before ``exchange_logprobs``. lists: scratch of
+    ``merge_logprobs``, int32.
     """
 
     def __init__(
@@ -173,6 +175,8 @@ class PeerMemory:
         self.own_logits = shard[: max_rows * padded].view(max_rows, padded)[:, :width]
         packed = regions[rank][offsets[4] :].view(torch.float32)
         self.own_logprobs = packed[: max_rows * MAX_FIELDS].view(max_rows, MAX_FIELDS)
+        self._joined = packed.new_empty(max_rows * num_ranks * MAX_FIELDS)
+        self.lists = torch.empty(max_rows * 2 * MAX_TOP_LOGPROBS, dtype=torch.int32, device=device)
         # The reader is compiled for rows that start at multiples of 16 elements.
         self.rows = shard.new_empty(cdiv(max_rows, num_ranks), _row_stride(width * num_ranks))[:, : width * num_ranks]
 
@@ -184,7 +188,8 @@ class PeerMemory:
     @property
     def total_bytes(self) -> int:
         """The device memory that this rank holds."""
-        return self._regions[self.rank].nbytes + self.rows.untyped_storage().nbytes()
+        beside = self.rows.untyped_storage().nbytes() + self._joined.nbytes + self.lists.nbytes
+        return self._regions[self.rank].nbytes + beside
 
 
 def exchange_records(memory: PeerMemory, drawn: SampleOutput, first: int, num_rows: int) -> SampleOutput:
@@ -234,7 +239,8 @@ def copy_rows(memory: PeerMemory, first: int, num_rows: int) -> torch.Tensor:
 
 def exchange_logprobs(memory: PeerMemory, num_rows: int, num_fields: int) -> torch.Tensor:
     """``[N, num_rows, num_fields]`` float32, what all ranks have packed of the first rows; this rank's own is in
-    ``memory.own_logprobs``, in so many fields. Raises ValueError for numbers that do not fit."""
+    ``memory.own_logprobs``, in so many fields. They stay until the next exchange. Raises ValueError for numbers that do
+    not fit."""
     tell_logits(memory)
     return copy_logprobs(memory, num_rows, num_fields)
 
@@ -245,10 +251,9 @@ def copy_logprobs(memory: PeerMemory, num_rows: int, num_fields: int) -> torch.T
         raise ValueError(
             f"{num_rows} rows of {num_fields} fields; expected at most {memory.max_rows} rows of {MAX_FIELDS}"
         )
-    like = memory.own_logprobs
-    rows = like.new_empty(num_rows, memory.num_ranks * num_fields)
+    rows = memory._joined[: num_rows * memory.num_ranks * num_fields].view(num_rows, memory.num_ranks * num_fields)
     if num_rows:
-        _copied(memory, memory.logprobs, like.stride(0), rows, num_fields, 0)
+        _copied(memory, memory.logprobs, memory.own_logprobs.stride(0), rows, num_fields, 0)
     return rows.view(num_rows, memory.num_ranks, num_fields).transpose(0, 1)
 
 

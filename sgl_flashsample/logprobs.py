@@ -79,14 +79,14 @@ class Logprobs(NamedTuple):
         of_ids = None if wanted.token_ids is None else of_tokens.new_empty(num_rows, wanted.token_ids.shape[1])
         return cls(of_tokens, top, of_ids, of_tokens.new_empty(num_rows, 2))
 
-    def first(self, num_rows: int) -> Logprobs:
-        """Views of the first rows."""
-        top = self.top
+    def rows(self, start: int, stop: int) -> Logprobs:
+        """The logprobs of the rows from ``start`` to ``stop``, as views."""
+        top, some = self.top, slice(start, stop)
         if top is not None:
-            log_mass = None if top.log_mass is None else top.log_mass[:num_rows]
-            top = TopLogprobs(top.token_ids[:num_rows], top.logprobs[:num_rows], top.logits[:num_rows], log_mass)
-        of_ids, mass = (None if one is None else one[:num_rows] for one in (self.of_ids, self.log_mass))
-        return Logprobs(self.of_tokens[:num_rows], top, of_ids, mass)
+            log_mass = None if top.log_mass is None else top.log_mass[some]
+            top = TopLogprobs(top.token_ids[some], top.logprobs[some], top.logits[some], log_mass)
+        of_ids, mass = (None if one is None else one[some] for one in (self.of_ids, self.log_mass))
+        return Logprobs(self.of_tokens[some], top, of_ids, mass)
 
     def store(self, start: int, part: Logprobs) -> None:
         """Copy the logprobs of some rows to their places, from row ``start`` on."""
@@ -157,14 +157,19 @@ def read_logprobs(
     return Logprobs(of_tokens, top, of_ids, log_mass)
 
 
-def merge_parts(parts: torch.Tensor, wanted: WantedLogprobs, of_tokens: torch.Tensor | None = None) -> Logprobs:
+def merge_parts(
+    parts: torch.Tensor,
+    wanted: WantedLogprobs,
+    of_tokens: torch.Tensor | None = None,
+    lists: torch.Tensor | None = None,
+) -> Logprobs:
     """The logprobs that are wanted, relative to the whole vocabulary, of those of its N parts in the order of the ids.
 
     parts: ``[N, B, F]`` float32, ``Logprobs.pack`` of each part, with the tokens where ``of_tokens`` is None. wanted:
-    as the parts were read. of_tokens: ``[B]`` float32, the merged logprobs of the tokens (``merge_records``). Raises
-    ValueError for parts that do not fit.
+    as the parts were read. of_tokens: ``[B]`` float32, the merged logprobs of the tokens (``merge_records``). lists:
+    as in ``merge_logprobs``. Raises ValueError for parts that do not fit.
     """
-    top, given, log_mass = merge_logprobs(parts, wanted.top, counts=wanted.counts)
+    top, given, log_mass = merge_logprobs(parts, wanted.top, counts=wanted.counts, lists=lists)
     if of_tokens is None:
         assert given is not None
         of_tokens, given = given[:, 0].contiguous(), given[:, 1:].contiguous()

@@ -184,6 +184,8 @@ def test_wrong_counts_and_numbers_are_named():
         merge_logprobs(PARTS, 5, counts=torch.zeros(2, dtype=torch.int32))
     with pytest.raises(ValueError, match="k is 129; expected an integer from 1 to 128"):
         merge_logprobs(PARTS, 129)
+    with pytest.raises(ValueError, match=r"lists is \(47,\) .*; expected contiguous \(48,\) torch.int32"):
+        merge_logprobs(PARTS, 5, lists=torch.zeros(47, dtype=torch.int32))
 
 
 TOP, OF_IDS, MASS = TopLogprobs.empty(3, 5, torch.device("cpu")), torch.zeros(3, 4), torch.zeros(3, 2)

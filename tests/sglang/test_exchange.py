@@ -17,6 +17,7 @@ import torch
 from head_states import Processor
 from serving import needs_sglang
 
+from sgl_flashsample import Head, Logprobs, WantedLogprobs
 from sgl_flashsample.kernels.params import BatchParams, SampleOutput
 from sgl_flashsample.sglang import exchange as exchange_module
 from sgl_flashsample.sglang.exchange import Exchange, RankSync, bytes_received
@@ -65,8 +66,8 @@ def test_the_token_is_that_of_one_rank_with_the_whole_head_and_so_is_its_logprob
     none; of others, every rank draws from its part."""
     cases = exchange_worker.cases()
     whole = {name: exchange_worker.draw_whole(case) for name, case in cases.items()}
-    for name, each in answers[0]["drawn"].items():
-        of_case = name.rsplit(", ", 2)[0]
+    for name, answered in answers[0]["drawn"].items():
+        of_case, each = name.rsplit(", ", 2)[0], answered["drawn"]
         return_logprob = exchange_worker.wants_logprob(cases[of_case])
         assert len(each) == (exchange_worker.TIMES if "by memory" in name else 1)
         for got, want in zip(each, whole[of_case], strict=False):
@@ -75,6 +76,30 @@ def test_the_token_is_that_of_one_rank_with_the_whole_head_and_so_is_its_logprob
             for key in ("logprobs", "log_mass") if return_logprob else ():
                 values = torch.tensor(got[key])
                 torch.testing.assert_close(values, getattr(want, key), rtol=1e-5, atol=2e-4, equal_nan=True, msg=name)
+
+
+def assert_logprobs(got: dict, want: Logprobs, name: str) -> None:
+    values = dict(zip(("logprobs", "top ids", "top logprobs", "of ids"), exchange_worker.values_of(want), strict=True))
+    ids = values.pop("top ids")
+    assert got["top ids"] == ids.tolist(), name
+    for key, value in values.items():
+        torch.testing.assert_close(torch.tensor(got[key]), value, rtol=1e-5, atol=2e-4, equal_nan=True, msg=name)
+
+
+@needs_sglang
+@pytest.mark.full
+def test_logprobs_beside_the_tokens_are_those_of_one_rank_with_the_whole_head_and_change_no_token(answers):
+    """Of draws and of prompts."""
+    cases, prompts = exchange_worker.cases(), 0
+    for name, answered in answers[0]["drawn"].items():
+        case = cases[name.rsplit(", ", 2)[0]]
+        (got,) = answered["found"]
+        assert got["token_ids"] == answered["drawn"][0]["token_ids"], name
+        assert_logprobs(got, exchange_worker.logprobs_of_whole(case), name)
+        if answered["prompt"] is not None:
+            assert_logprobs(answered["prompt"], exchange_worker.prompt_of(case, Head(case.head)), name)
+            prompts += 1
+    assert prompts
 
 
 @pytest.mark.parametrize("attention", [False, True])
@@ -103,6 +128,12 @@ def test_the_bytes_of_a_step_are_those_of_its_collectives(num_ranks, num_rows):
     group._all_gather_into_tensor = lambda output, tensor: note(output.zero_())
     Exchange(group).merge(drawn)
     assert sum(received) == bytes_received(num_ranks, num_rows)
+    received.clear()
+    wanted = WantedLogprobs(5, token_ids=torch.zeros(1, 3, dtype=torch.int64))
+    drawn = drawn._replace(log_mass=torch.zeros(num_rows, 2))
+    found = Logprobs.empty(wanted, num_rows, torch.device("cpu"))
+    Exchange(group).merge_with_logprobs(drawn, found, wanted)
+    assert sum(received) == bytes_received(num_ranks, num_rows, num_fields=2 + 3 * 5 + 3)
     received.clear()
     logits = torch.zeros(num_rows, 48, dtype=torch.bfloat16)
     params = BatchParams(torch.ones(num_rows), *torch.zeros(2, num_rows, dtype=torch.int64))

@@ -287,6 +287,75 @@ def test_penalties_bias_and_masks_of_nodes_are_sglangs_and_so_are_the_logprobs_o
     torch.testing.assert_close(got[on_path].double(), want[accepted[on_path].long()], rtol=1e-5, atol=1e-5)
 
 
+LISTS = ("next_token_top_logprobs_val", "next_token_top_logprobs_idx", "next_token_token_ids_logprobs_val")
+
+
+def logprobs_by_sglang(batch, logits: torch.Tensor, predict: torch.Tensor, nodes: torch.Tensor, original: bool):
+    """A LogitsProcessorOutput with SGLang's own logprobs after a verification, of edited logits."""
+    from sglang.srt.environ import envs
+    from sglang.srt.layers import logprob_processor
+
+    output = types.SimpleNamespace(next_token_logits=logits, next_token_token_ids_logprobs_idx=None)
+    vars(output).update(dict.fromkeys(LISTS))
+    with envs.SGLANG_RETURN_ORIGINAL_LOGPROB.override(original):
+        if hasattr(logprob_processor, "compute_spec_logprobs"):
+            logprob_processor.compute_spec_logprobs(batch, output, predict, accept_index=nodes)
+        else:
+            logprob_processor.compute_spec_v2_logprobs(batch, output, predict, nodes, nodes.shape[1] - 1)
+    return output
+
+
+@pytest.mark.parametrize("original", [False, True], ids=["at temperature", "original"])
+@pytest.mark.parametrize(
+    "top, ids",
+    [([0, 2, 9, 1, 5], [None, [1, 7, 7], [], [9], None]), (None, [[3], None, None, None, [0]]), ([5] * ROWS, None)],
+    ids=["both", "given ids", "top"],
+)
+def test_logprobs_of_accepted_nodes_are_those_that_sglang_lists_and_change_no_token(
+    hooks, head, info_of, hidden, top, ids, original
+):
+    """In lists with an entry per place of ``accept_index``; after the accepted nodes these have any values."""
+    nodes = len(TREE)
+    states = hidden(ROWS * nodes)
+    positions = 7 + DraftTree.from_parents(TREE, states.device).depth.repeat(ROWS)
+    unedited = draws(head, states, nodes, positions).token_ids
+    info, mask = edited_case(info_of, states, nodes, unedited[::nodes])
+    logits = edited_logits(head, states, info, mask, nodes)
+    hooks.runtime.settings.original_logprobs = original
+    outputs, tokens = [], []
+    for asks in (True, False):
+        changes = {"top_logprobs_nums": top, "token_ids_logprobs": ids} if asks else {}
+        drafts = good_drafts(unedited, TREE)
+        arguments = verification(info, head.lazy(states), TREE, drafts, return_logprob=True, **changes)
+        verify_input, batch, output = arguments
+        vars(output).update(dict.fromkeys((*LISTS, "next_token_token_ids_logprobs_idx")))
+        original_call = Original()
+        predict, num_tokens, accepted = hooks.eagle_sample(original_call, verify_input, batch, output, mask)
+        assert original_call.calls == [] and head.computed == []
+        hooks.compute_logprobs(None, batch, output, predict, accept_index=accepted)
+        outputs.append((batch, output, predict, accepted))
+        tokens.append((predict.tolist(), num_tokens.tolist(), accepted.tolist()))
+    assert tokens[0] == tokens[1]
+    batch, output, predict, accepted = outputs[0]
+    want = logprobs_by_sglang(batch, logits, predict, accepted, original)
+    on_path = accepted.reshape(-1) >= 0
+    torch.testing.assert_close(
+        output.next_token_logprobs.reshape(-1)[on_path],
+        want.next_token_logprobs.reshape(-1)[on_path],
+        atol=1e-4,
+        rtol=0,
+    )
+    for name in LISTS:
+        mine, theirs = getattr(output, name), getattr(want, name)
+        assert (mine is None) is (theirs is None), name
+        for place, (one, other) in enumerate(zip(mine or (), theirs or (), strict=True)):
+            if on_path[place]:
+                least = -1e30  # SGLang's clamp, and ours, of forbidden ids
+                values = [[max(value, least) for value in entry.tolist()] for entry in (one, other)]
+                assert values[0] == pytest.approx(values[1], abs=1e-4), (name, place)
+    assert output.next_token_token_ids_logprobs_idx == want.next_token_token_ids_logprobs_idx
+
+
 def test_logprobs_that_were_not_drawn_are_sglangs(hooks):
     calls = []
     output = types.SimpleNamespace()
@@ -375,7 +444,7 @@ LEFT: dict[str, tuple[tuple, Callable, Reason]] = {
     "no memory": (TWO, lambda case: setattr(case.script, "error", torch.OutOfMemoryError("")), Reason.OUT_OF_MEMORY),
     "top logprobs": (
         TWO,
-        lambda case: vars(case.batch).update(return_logprob=True, top_logprobs_nums=[0, 2]),
+        lambda case: vars(case.batch).update(return_logprob=True, top_logprobs_nums=[0, 129]),
         Reason.TOP_LOGPROBS,
     ),
     "a sampling mask": (({}, {"mask": True}), lambda case: None, Reason.SAMPLING_MASK),
