@@ -31,6 +31,7 @@ SETTINGS = [
     {"temperature": 1.0, "min_p": 0.3, "sampling_seed": 5},
 ]
 ROWS = len(SETTINGS)
+LISTS = ("next_token_top_logprobs_val", "next_token_top_logprobs_idx", "next_token_token_ids_logprobs_val")
 
 
 @pytest.fixture
@@ -166,12 +167,12 @@ def test_rows_gain_what_their_nodes_draw_along_sglangs_own_walk(hooks, head, inf
     assert hooks.runtime.inactive_reason is None
 
 
-@pytest.mark.parametrize("edited", [False, True])
+@pytest.mark.parametrize("edited, top", [(False, None), (True, None), (False, [3, 2, 0])])
 def test_steps_are_replayed_wherever_their_positions_are_and_whichever_requests_they_have(
-    hooks, info_of, hidden, device, edited
+    hooks, info_of, hidden, device, edited, top
 ):
-    """SGLang's graph has two rows of padding, and a slot for each request, not for each node. With a bias too, which
-    all nodes of a row share: then the requests stay, as the bias of others is at another place."""
+    """SGLang's graph has two rows of padding, and a slot for each request, not for each node. With likeliest ids too;
+    with a bias, which all nodes of a row share: then the requests stay, as the bias of others is at another place."""
     parents, num_rows, steps, padding = CHAIN[:2], 3, PATIENCE + 5, 2
     head = CountingHead(device, capture=(capture := CountingCapture(device)))
     captured = hidden(num_rows * len(parents) + padding)
@@ -190,13 +191,21 @@ def test_steps_are_replayed_wherever_their_positions_are_and_whichever_requests_
         drawn = draws(head, states, len(parents), positions, settings[turn])
         drafts = good_drafts(drawn.token_ids, parents, seed=step)
         lazy = head.lazy(captured, captured)[:-padding]
-        verify_input, batch, output = verification(infos[turn], lazy, parents, drafts, return_logprob=True)
+        verify_input, batch, output = verification(
+            infos[turn], lazy, parents, drafts, return_logprob=True, top_logprobs_nums=top
+        )
+        vars(output).update(dict.fromkeys((*LISTS, "next_token_token_ids_logprobs_idx")))
         verify_input.positions = positions
         predict, _, accepted = hooks.eagle_sample(Original(), verify_input, batch, output)
         assert torch.equal(predict.long(), drawn.token_ids)
         hooks.compute_logprobs(None, batch, output, predict, accept_index=accepted)
         want = drawn.logprobs[accepted.clamp(min=0).long()]
         torch.testing.assert_close(output.next_token_logprobs, want, rtol=1e-5, atol=1e-5)
+        if top is not None:
+            likeliest = head.logits(states).topk(3).indices
+            for place, node in enumerate(accepted.reshape(-1).tolist()):
+                ids = output.next_token_top_logprobs_idx[place].tolist()
+                assert node < 0 or ids == likeliest[node, : top[node // len(parents)]].tolist()
     assert capture.replays == head.state.counts.replayed == steps - PATIENCE
     assert (head.state.counts.launched, head.state.counts.late_captures) == (PATIENCE, 2)
 
@@ -285,9 +294,6 @@ def test_penalties_bias_and_masks_of_nodes_are_sglangs_and_so_are_the_logprobs_o
     got = output.next_token_logprobs
     assert got.shape == accepted.shape and head.computed == []
     torch.testing.assert_close(got[on_path].double(), want[accepted[on_path].long()], rtol=1e-5, atol=1e-5)
-
-
-LISTS = ("next_token_top_logprobs_val", "next_token_top_logprobs_idx", "next_token_token_ids_logprobs_val")
 
 
 def logprobs_by_sglang(batch, logits: torch.Tensor, predict: torch.Tensor, nodes: torch.Tensor, original: bool):
