@@ -33,6 +33,7 @@ from .logit_summary import (
     untruncated,
 )
 from .params import ROW_POINTERS, TRITON_DTYPES, BatchParams, LMHead
+from .reduce_splits import log_mass_of
 from .rescore import logits_of_ids
 
 IDS_PER_PROGRAM = 128  # of a row, from its logits
@@ -46,7 +47,7 @@ _LOWEST = tl.constexpr(LOWEST_LOGPROB)
 
 @triton.jit(
     do_not_specialize=["num_ids", "ids_stride", "num_tiles", "vocab_size", "vocab_start", "given_edits"],
-    do_not_specialize_on_alignment=["temperature_ptr", "ids_ptr", "tile_mass_ptr", "log_mass_ptr"],
+    do_not_specialize_on_alignment=["temperature_ptr", "ids_ptr", "tile_mass_ptr", "log_mass_ptr", "own_mass_ptr"],
 )
 def gather_logprobs_kernel(
     raw_ptr,  # [B, >= V]
@@ -56,6 +57,7 @@ def gather_logprobs_kernel(
     tile_mass_ptr,  # [B, T, 2] f32; or None, where there is a log-mass
     log_mass_ptr,  # [B, 2] f32, or None
     logprobs_ptr,  # [B, m] f32, out
+    own_mass_ptr,  # [B, 2] f32, out: the log-mass of the tiles; or None
     num_ids,  # m
     ids_stride,  # m, or 0: the same ids in every row
     num_tiles,
@@ -84,26 +86,42 @@ def gather_logprobs_kernel(
     inv_temperature = temperature_of(temperature_ptr, row)
     if log_mass_ptr is None:
         largest, total = mass_of_tiles(tile_mass_ptr, row, num_tiles, inv_temperature, BLOCK_T)
-        logprobs = logprobs_by_mass(logits, largest, tl.log(total), inv_temperature)
+        log_total = tl.log(total)
+        logprobs = logprobs_by_mass(logits, largest, log_total, inv_temperature)
+        if own_mass_ptr is not None:
+            high, low = log_mass_of(largest, log_total, inv_temperature)
+            tl.store(own_mass_ptr + row * 2, high)
+            tl.store(own_mass_ptr + row * 2 + 1, low)
     else:
         high, low = tl.load(log_mass_ptr + row * 2), tl.load(log_mass_ptr + row * 2 + 1)
         logprobs = logprobs_by_log_mass(logits, high, low, inv_temperature)
     tl.store(logprobs_ptr + row * num_ids + places, tl.where(inside, logprobs, _LOWEST), mask=exists)
 
 
-def gather_logprobs(rows: LogitRows, ids: torch.Tensor, *, summary: RowSummary | None = None) -> torch.Tensor:
+def gather_logprobs(
+    rows: LogitRows,
+    ids: torch.Tensor,
+    *,
+    summary: RowSummary | None = None,
+    own_mass: torch.Tensor | None = None,
+) -> torch.Tensor:
     """``[B, m]`` float32 logprobs of given ids, from ``rows``; after a pass over these, where ``summary`` has no mass.
 
     ids: ``[B, m]`` int64, absolute vocabulary ids; or ``[1, m]``, the same for all rows. Rows with fewer ids are filled
     with -1. An id that the columns of the logits do not hold has ``LOWEST_LOGPROB``, as has a forbidden one: with the
     log-mass of the whole vocabulary, the largest over its parts is the id's. No logprob is above 0; an id of a row
-    without an allowed id has NaN. summary: as in ``top_logprobs``.
+    without an allowed id has NaN. summary: as in ``top_logprobs``. own_mass: ``[B, 2]`` float32, where the log-mass of
+    the columns is written, as in ``SampleOutput``; for a summary without one, and at least one id.
 
     Raises ValueError for a tensor of another shape, dtype, layout or device.
     """
     num_rows, spec = rows.num_rows, rows.spec
     num_ids = check_ids(ids, num_rows, rows.logits)
     known = rows.complete(summary, ranked=False)
+    if own_mass is not None:
+        check_rows("own_mass", own_mass, (num_rows, 2), torch.float32, rows.logits)
+        if known.log_mass is not None or num_ids == 0:
+            raise ValueError(f"own_mass with {num_ids} ids; expected 1 or more, and no log_mass in the summary")
     logprobs = torch.empty(num_rows, num_ids, dtype=torch.float32, device=rows.logits.device)
     if logprobs.numel() == 0:
         return logprobs
@@ -118,6 +136,7 @@ def gather_logprobs(rows: LogitRows, ids: torch.Tensor, *, summary: RowSummary |
             known.tile_mass if known.log_mass is None else None,
             known.log_mass,
             logprobs,
+            own_mass,
             num_ids,
             0 if ids.shape[0] < num_rows else num_ids,
             rows.num_tiles,
@@ -130,7 +149,7 @@ def gather_logprobs(rows: LogitRows, ids: torch.Tensor, *, summary: RowSummary |
         ),
         {**mass_constants(rows), "BLOCK_I": IDS_PER_PROGRAM},
         NUM_WARPS,
-        (*rows.variant, known.log_mass is None),
+        (*rows.variant, known.log_mass is None, own_mass is None),
     )
     return logprobs
 

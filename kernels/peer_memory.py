@@ -3,6 +3,7 @@
 ``exchange_records``  each rank writes its records to all ranks, waits for those of the others, and merges them
                       (``merge_ranks.py``): FlashSampling, section 4.2 and Algorithm B.4
 ``exchange_rows``     each rank has the logits of its part of the vocabulary, and reads its rows of the others' parts
+``exchange_logprobs`` each rank has packed its logprobs (``merge_logprobs.py``), and reads those of all ranks
 
 One launch each, or two, which a CUDA graph may hold: the numbers of the exchanges are counted on the device. Every rank
 makes the same exchanges, of as many rows, in the same order, each from one stream. A rank waits for the others as long
@@ -10,8 +11,8 @@ as it takes.
 
 Why nothing is overwritten that is still read: records have two buffers, which exchanges take in turn. A rank writes
 those of exchange n + 2 only after it has received all records of exchange n + 1, and each rank sends these only after
-it has read those of exchange n. Logits have one buffer: ``exchange_records`` has to follow ``exchange_rows`` before a
-rank writes its next logits.
+it has read those of exchange n. Logits have one buffer, and so have logprobs: ``exchange_records`` has to follow
+``exchange_rows`` and ``exchange_logprobs`` before a rank writes its next ones.
 """
 
 from __future__ import annotations
@@ -24,8 +25,10 @@ import triton.language as tl
 
 from .config import GROUP_SIZE, cdiv, next_power_of_2
 from .launch import compiling_only, launch
+from .merge_logprobs import MAX_FIELDS
 from .merge_ranks import MAX_RANKS, NUM_FIELDS, ROWS_PER_PROGRAM, load_records, store_merged, store_records
 from .params import SampleOutput
+from .workspace import MAX_TOP_LOGPROBS
 
 _ALIGNMENT = 128  # bytes: each part of a region starts at a multiple
 COLUMNS_PER_PROGRAM = 4096  # columns of logits that one program copies
@@ -107,7 +110,7 @@ def tell_logits_kernel(
 
 @triton.jit(do_not_specialize=["first", "num_ranks", "rank"])
 def copy_rows_kernel(
-    logits_ptr,  # [N] i64, addresses of [max_rows, stride] on each rank
+    logits_ptr,  # [N] i64, addresses of [max_rows, stride] on each rank, logits or other numbers
     flags_ptr,  # [N] i64, addresses of [N] i64 on each rank
     exchanges_ptr,  # [1] i64, this one counted
     rows_ptr,  # [R, row_stride], out
@@ -139,9 +142,11 @@ class PeerMemory:
     regions: those of all ranks, as this process sees them, ``[num_bytes(...)]`` uint8, zeros at first. max_rows: of the
     largest exchange. width: logits of a row on each rank; dtype: of these. Raises ValueError for other regions.
 
-    records, record_flags, logits_flags, logits: ``[N]`` int64, addresses on each rank. record_exchanges,
-    logits_exchanges: int64, how many there have been. own_logits: ``[max_rows, width]``, where this rank writes its
-    logits before ``exchange_rows``. rows: what that returns.
+    records, record_flags, logits_flags, logits, logprobs: ``[N]`` int64, addresses on each rank. record_exchanges,
+    logits_exchanges: int64, how many there have been; the latter of logits and logprobs. own_logits: ``[max_rows,
+    width]``, where this rank writes its logits before ``exchange_rows``. rows: what that returns. own_logprobs:
+    ``[max_rows, MAX_FIELDS]`` float32, where it packs its logprobs before ``exchange_logprobs``. lists: scratch of
+    ``merge_logprobs``, int32.
     """
 
     def __init__(
@@ -161,11 +166,17 @@ class PeerMemory:
         self._regions = list(regions)
         offsets, _ = _layout(num_ranks, max_rows, width, dtype)
         addresses = [[region.data_ptr() + offset for region in regions] for offset in offsets]
-        self.records, self.record_flags, self.logits_flags, self.logits = torch.tensor(addresses, device=device)
+        self.records, self.record_flags, self.logits_flags, self.logits, self.logprobs = torch.tensor(
+            addresses, device=device
+        )
         self.record_exchanges = torch.zeros(cdiv(max_rows, ROWS_PER_PROGRAM), dtype=torch.int64, device=device)
         self.logits_exchanges = torch.zeros(1, dtype=torch.int64, device=device)
         shard, padded = regions[rank][offsets[3] :].view(dtype), _row_stride(width)
         self.own_logits = shard[: max_rows * padded].view(max_rows, padded)[:, :width]
+        packed = regions[rank][offsets[4] :].view(torch.float32)
+        self.own_logprobs = packed[: max_rows * MAX_FIELDS].view(max_rows, MAX_FIELDS)
+        self._joined = packed.new_empty(max_rows * num_ranks * MAX_FIELDS)
+        self.lists = torch.empty(max_rows * 2 * MAX_TOP_LOGPROBS, dtype=torch.int32, device=device)
         # The reader is compiled for rows that start at multiples of 16 elements.
         self.rows = shard.new_empty(cdiv(max_rows, num_ranks), _row_stride(width * num_ranks))[:, : width * num_ranks]
 
@@ -177,7 +188,8 @@ class PeerMemory:
     @property
     def total_bytes(self) -> int:
         """The device memory that this rank holds."""
-        return self._regions[self.rank].nbytes + self.rows.untyped_storage().nbytes()
+        beside = self.rows.untyped_storage().nbytes() + self._joined.nbytes + self.lists.nbytes
+        return self._regions[self.rank].nbytes + beside
 
 
 def exchange_records(memory: PeerMemory, drawn: SampleOutput, first: int, num_rows: int) -> SampleOutput:
@@ -222,18 +234,49 @@ def copy_rows(memory: PeerMemory, first: int, num_rows: int) -> torch.Tensor:
     most = len(memory.rows)
     if not 1 <= num_rows <= most or not 0 <= first <= memory.max_rows - num_rows:
         raise ValueError(f"first is {first} for {num_rows} rows; expected at most {most} among {memory.max_rows}")
-    rows = memory.rows[:num_rows]
+    return _copied(memory, memory.logits, memory.own_logits.stride(0), memory.rows[:num_rows], memory.width, first)
+
+
+def exchange_logprobs(memory: PeerMemory, num_rows: int, num_fields: int) -> torch.Tensor:
+    """``[N, num_rows, num_fields]`` float32, what all ranks have packed of the first rows; this rank's own is in
+    ``memory.own_logprobs``, in so many fields. They stay until the next exchange. Raises ValueError for numbers that do
+    not fit."""
+    tell_logits(memory)
+    return copy_logprobs(memory, num_rows, num_fields)
+
+
+def copy_logprobs(memory: PeerMemory, num_rows: int, num_fields: int) -> torch.Tensor:
+    """``exchange_logprobs``, once this rank has told the others that its logprobs are complete."""
+    if not 0 <= num_rows <= memory.max_rows or not 1 <= num_fields <= MAX_FIELDS:
+        raise ValueError(
+            f"{num_rows} rows of {num_fields} fields; expected at most {memory.max_rows} rows of {MAX_FIELDS}"
+        )
+    rows = memory._joined[: num_rows * memory.num_ranks * num_fields].view(num_rows, memory.num_ranks * num_fields)
+    if num_rows:
+        _copied(memory, memory.logprobs, memory.own_logprobs.stride(0), rows, num_fields, 0)
+    return rows.view(num_rows, memory.num_ranks, num_fields).transpose(0, 1)
+
+
+def _copied(
+    memory: PeerMemory, addresses: torch.Tensor, stride: int, rows: torch.Tensor, width: int, first: int
+) -> torch.Tensor:
+    """``rows``, filled with ``width`` numbers of each rank, of what is at ``addresses`` from row ``first`` on."""
+    row_stride = rows.stride(0)
     launch(
         copy_rows_kernel,
-        num_rows * memory.num_ranks * cdiv(memory.width, COLUMNS_PER_PROGRAM),
+        len(rows) * memory.num_ranks * cdiv(width, COLUMNS_PER_PROGRAM),
         (
-            *(memory.logits, memory.logits_flags, memory.logits_exchanges, rows),
-            *(memory.own_logits.stride(0), rows.stride(0)),
-            *(memory.width, first, memory.rank, memory.num_ranks),
+            *(addresses, memory.logits_flags, memory.logits_exchanges, rows, stride, row_stride),
+            *(width, first, memory.rank, memory.num_ranks),
         ),
         {"BLOCK": COLUMNS_PER_PROGRAM},
         COPYING_WARPS,
-        (rows.device.index, rows.dtype, memory.width % 16 == 0, memory.width == 1),
+        (
+            rows.device.index,
+            rows.dtype,
+            *(number % 16 == 0 for number in (stride, row_stride, width)),
+            *(number == 1 for number in (row_stride, width)),
+        ),
     )
     return rows
 
@@ -246,6 +289,8 @@ def compile_exchanges(region: torch.Tensor, num_ranks: int, max_rows: int, width
         for return_logprob in (True, False):
             exchange_records(memory, SampleOutput.empty(1, region.device, return_logprob), 0, 1)
         exchange_rows(memory, 0, 1)
+        for num_fields in (MAX_FIELDS, MAX_FIELDS - 1):
+            exchange_logprobs(memory, 1, num_fields)
 
 
 def _row_stride(width: int) -> int:
@@ -253,7 +298,7 @@ def _row_stride(width: int) -> int:
 
 
 def _layout(num_ranks: int, max_rows: int, width: int, dtype: torch.dtype) -> tuple[list[int], int]:
-    """Offsets of records, flags of records, flags of logits, and logits in a region; and its bytes."""
+    """Offsets of records, flags of records, flags of logits, logits, and logprobs in a region; and its bytes."""
     programs = cdiv(max_rows, ROWS_PER_PROGRAM)
     offset, offsets = 0, []
     for size in (
@@ -261,6 +306,7 @@ def _layout(num_ranks: int, max_rows: int, width: int, dtype: torch.dtype) -> tu
         programs * num_ranks * 8,
         num_ranks * 8,
         max_rows * _row_stride(width) * dtype.itemsize,
+        max_rows * MAX_FIELDS * 4,
     ):
         offsets.append(offset)
         offset += cdiv(size, _ALIGNMENT) * _ALIGNMENT

@@ -32,6 +32,7 @@ CANDIDATE_GROUPS = 64  # groups that these come from
 PARTIALS = 16  # numbers that each program of that pass leaves behind: two per token and three more, in a power of two
 SUMMARY_IDS = 4096  # ids whose exp-sum one program of ``summarize_logits`` leaves behind
 MAX_TOP_LOGPROBS = 128  # per row
+MAX_GIVEN_IDS = 256  # per row, where ranks or a server serve them
 LISTED_GROUPS = max(MAX_DRAW_SPLITS * CANDIDATE_GROUPS, 2 * MAX_CANDIDATE_GROUPS)  # room for lists of groups, per row
 ID_ROWS = 16  # rows of the largest batch whose truncated rows have single ids looked at: 2 bytes per row and id
 

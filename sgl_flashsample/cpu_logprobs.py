@@ -6,6 +6,7 @@ tensors are of a few rows at a time.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -25,12 +26,13 @@ def read_on_cpu(
     counts: torch.Tensor | None,
     lists: Sequence[torch.Tensor],
     log_mass: torch.Tensor | None,
+    own_mass: torch.Tensor | None = None,
 ) -> tuple[TopLogprobs | None, list[torch.Tensor]]:
     """The ``k`` largest logprobs of each row, None where k is 0, and those of each of several lists of ids.
 
     k: up to ``MAX_TOP_LOGPROBS``. counts: ``[B]`` int32, ids of each row, or None. lists: ``[B, m]`` or ``[1, m]``
-    int64 each. log_mass: ``[B, 2]`` float32 of the rows, returned where it is known. Results are those of
-    ``top_logprobs`` and ``gather_logprobs``. Arguments are not checked.
+    int64 each. log_mass: ``[B, 2]`` float32 of the rows, returned where it is known. own_mass: ``[B, 2]`` float32,
+    where it is written. Results are those of ``top_logprobs`` and ``gather_logprobs``. Arguments are not checked.
     """
     num_rows, vocab = rows.num_rows, rows.spec.vocab_size
     top = TopLogprobs.empty(num_rows, k, rows.logits.device) if k else None
@@ -39,6 +41,8 @@ def read_on_cpu(
     for start in range(0, num_rows, size):
         block = slice(start, min(start + size, num_rows))
         some = _Block(rows, block)
+        if own_mass is not None:
+            own_mass[block] = some.log_mass
         for found, ids in zip(gathered, lists, strict=True):
             found[block] = some.logprobs_of(ids[block] if ids.shape[0] == num_rows else ids)
         if top is not None:
@@ -81,6 +85,14 @@ class _Block:
         logprobs = self._logprobs(self.logits.gather(1, torch.where(inside, columns, 0)))
         return torch.where(inside, logprobs, LOWEST_LOGPROB)
 
+    @functools.cached_property
+    def log_mass(self) -> torch.Tensor:
+        """``[b, 2]`` float32, as in ``SampleOutput``."""
+        mass = self.largest.double() / self.temperature + self.log_total
+        mass = torch.where(self.largest > float("-inf"), mass.clamp(-LARGEST_LOGIT, LARGEST_LOGIT), self.largest)
+        high = mass.float()
+        return torch.cat([high, torch.where(high > float("-inf"), mass - high, 0.0).float()], 1)
+
     def top(self, k: int, counts: torch.Tensor | None) -> TopLogprobs:
         """The ``k`` largest logits of each row, of equal ones the smaller ids. counts: ``[b]``, ids of each row."""
         num_rows, vocab = self.logits.shape
@@ -88,11 +100,7 @@ class _Block:
         logits = self.logits.gather(1, columns)
         wanted = torch.full((num_rows, 1), k) if counts is None else counts[:, None]
         beyond = torch.arange(k) >= wanted.clamp(max=vocab)
-        mass = self.largest.double() / self.temperature + self.log_total
-        mass = torch.where(self.largest > float("-inf"), mass.clamp(-LARGEST_LOGIT, LARGEST_LOGIT), self.largest)
-        mass = torch.where(wanted > 0, mass, float("-inf"))
-        high = mass.float()
-        low = torch.where(high > float("-inf"), mass - high, 0.0).float()
+        nothing = torch.tensor([float("-inf"), 0.0])
 
         def filled(values: torch.Tensor, nothing: float) -> torch.Tensor:
             padded = torch.nn.functional.pad(values, (0, k - values.shape[1]))
@@ -102,7 +110,7 @@ class _Block:
             filled(self.vocab_start + columns, -1),
             filled(self._logprobs(logits), LOWEST_LOGPROB),
             filled(logits, float("-inf")),
-            torch.cat([high, low], 1),
+            torch.where(wanted > 0, self.log_mass, nothing),
         )
 
 

@@ -73,6 +73,7 @@ class Head:
         self._parts = paths.Parts.of(lm_head, screen, self._table, workspace)
         self.max_rows, self._searched, self._announces_changes = 0, searched, announces_changes
         self._rows_workspace: Workspace | None = None
+        self._rows_logprobs: LogprobWorkspace | None = None
         self._logprob_scratch: LogprobScratch | None = None
         if max_rows:
             self.grow(max_rows)
@@ -128,7 +129,8 @@ class Head:
     def workspaces(self) -> list[Workspace]:
         """The scratch of all draws, but that of the screen."""
         logprobs = None if self._logprob_scratch is None else self._logprob_scratch.draw
-        return [one for one in (self._parts.workspace, self._rows_workspace, logprobs) if one is not None]
+        kept = (self._parts.workspace, self._rows_workspace, logprobs)
+        return list(dict.fromkeys(one for one in kept if one is not None))
 
     @property
     def logprob_scratch(self) -> LogprobScratch | None:
@@ -146,6 +148,7 @@ class Head:
         screen = self.screen
         scratch = sum(workspace.num_bytes for workspace in self.workspaces)
         scratch += 0 if self._logprob_scratch is None else self._logprob_scratch.rows.num_bytes
+        scratch += 0 if self._rows_logprobs is None else self._rows_logprobs.num_bytes
         return scratch + (0 if screen is None or screen.closed else screen.num_bytes)
 
     def draw(
@@ -227,13 +230,13 @@ class Head:
 
         The batch takes a GEMM, and its logits, ``[B, V]``, are kept for the readers in scratch of the head. Logprobs
         are those of the edited logits before truncation, at the temperature of the draw, 1 on greedy rows;
-        ``wanted.original``: 1 on all. ``SampleOutput.logprobs`` and ``log_mass`` are None then. Never synchronises.
-        Raises ValueError as ``draw``, for another ``top`` than 0 to 128, and for a head that is a shard of the
-        vocabulary.
+        ``wanted.original``: 1 on all. ``SampleOutput.logprobs`` and ``log_mass`` are None then. Logprobs of a head that
+        is a part of the vocabulary are relative to its ids (``merge_parts``). Never synchronises. Raises ValueError as
+        ``draw``, and for another ``top`` than 0 to 128.
         """
         check_rows("hidden", hidden)
         check_params(params)
-        self._whole_head()
+        self._table.check(self.lm_head)
         with paths.on_device_of(hidden):
             scratch = self._logprob_scratch
             if scratch is None or scratch.rows.max_rows < len(hidden):
@@ -266,25 +269,18 @@ class Head:
         hidden: ``[T, D]``, contiguous rows, the head's dtype and device. token_ids: ``[T]`` int64, the token of each
         row. wanted: with T rows; the temperature is 1, and there are no edits. chunk_rows: rows whose logits are in
         memory at a time, 1 or more; fewer where these would take more than 384 MB. The call owns that memory and the
-        scratch, and keeps none. A row's result depends on the rows beside it as far as a GEMM's rounding does.
+        scratch, and keeps none. A row's result depends on the rows beside it as far as a GEMM's rounding does. Logprobs
+        of a head that is a part of the vocabulary are relative to its ids; those of other ids are the lowest.
 
-        Never synchronises. Raises ValueError for a tensor of another shape, dtype, layout or device, and for a head
-        that is a shard of the vocabulary.
+        Never synchronises. Raises ValueError for a tensor of another shape, dtype, layout or device.
         """
         check_rows("hidden", hidden)
-        lm_head = self._whole_head()
+        lm_head = self.lm_head
+        self._table.check(lm_head)
         if chunk_rows < 1:
             raise ValueError(f"chunk_rows is {chunk_rows}; expected 1 or more")
         with paths.on_device_of(hidden):
             return paths.logprobs_in_chunks(hidden, token_ids, lm_head, wanted, chunk_rows)
-
-    def _whole_head(self) -> LMHead:
-        """The head that is drawn from. Raises ValueError for a shard of the vocabulary."""
-        lm_head = self.lm_head
-        self._table.check(lm_head)
-        if lm_head.shards > 1:
-            raise ValueError("the head is a shard of the vocabulary; expected the whole one")
-        return lm_head
 
     def draw_from_logits(
         self,
@@ -301,10 +297,25 @@ class Head:
         """
         check_rows("logits", logits)
         check_params(params)
+        spec = self._spec_of_rows(vocab_size)
+        return paths.read_logits(logits, spec, params, self._rows_workspace, return_logprob=return_logprob)
+
+    def draw_from_logits_with_logprobs(
+        self, logits: torch.Tensor, params: BatchParams, wanted: WantedLogprobs, *, vocab_size: int | None = None
+    ) -> tuple[SampleOutput, Logprobs]:
+        """``draw_from_logits``, with logprobs as ``draw_with_logprobs``, relative to the whole vocabulary."""
+        check_rows("logits", logits)
+        check_params(params)
+        wanted.check(logits.shape[0], logits)
+        spec, scratch = self._spec_of_rows(vocab_size), self._rows_logprobs
+        if scratch is not None and (scratch.max_rows < logits.shape[0] or scratch.vocab_size != spec.vocab_size):
+            scratch = None
+        return paths.read_logits_with_logprobs(logits, spec, params, self._rows_workspace, wanted, scratch)
+
+    def _spec_of_rows(self, vocab_size: int | None) -> LogitsSpec:
         lm_head = self._parts.lm_head
         size = vocab_size or lm_head.spec.total_ids or lm_head.vocab_size
-        spec = LogitsSpec(size, 0, lm_head.logit_scale, lm_head.softcap)
-        return paths.read_logits(logits, spec, params, self._rows_workspace, return_logprob=return_logprob)
+        return LogitsSpec(size, 0, lm_head.logit_scale, lm_head.softcap)
 
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """``hidden @ weight.T``, ``[B, V]``, padding included, before scale, softcap and edits: in ``out``, else in
@@ -329,23 +340,30 @@ class Head:
         logits of truncated rows."""
         lm_head, screen = self.lm_head, self.screen
         configs = {config for _, _, config in self.table.configs_up_to(max_rows, screened=True)}
+        if lm_head.shards > 1:  # one rank that finds no memory in a step would leave the others alone
+            configs |= {config for _, _, config in reading_table(HeadTraits.of(lm_head)).configs_up_to(max_rows)}
         slots = max(paths.slots_for(config, lm_head, max_rows) for config in configs)
         workspace = Workspace(slots, lm_head.weight.device, self._searched)
         if any(isinstance(config, ReadConfig) for config in configs) or lm_head.shards > 1 or self.table.flashinfer:
             workspace.gemm(max_rows, lm_head.weight.shape[0], paths.gemm_dtype(lm_head))
         self.max_rows, self._searched = max_rows, workspace.searched
         self._parts = self._parts._replace(workspace=workspace)
+        if lm_head.shards > 1:
+            readers = LogprobWorkspace(max_rows, lm_head.vocab_size, lm_head.weight.device)
+            self._logprob_scratch = LogprobScratch(workspace, readers)
         if screen is not None and not screen.closed and (rows := self.table.screened_rows(max_rows)) > screen.max_rows:
             screen.grow(rows)
 
     def reserve_rows(self, max_rows: int, vocab_size: int) -> None:
-        """Make scratch for ``draw_from_logits`` of up to ``max_rows`` rows of a vocabulary of ``vocab_size`` ids."""
+        """Make scratch for ``draw_from_logits`` of up to ``max_rows`` rows of a vocabulary of ``vocab_size`` ids, with
+        any logprobs."""
         lm_head = self.lm_head
         device = lm_head.weight.device
         traits = HeadTraits.of(lm_head)._replace(vocab_size=vocab_size, itemsize=lm_head.rounding.itemsize)
         configs = {config for _, _, config in reading_table(traits).configs_up_to(max_rows)}
         slots = [read_slots(vocab_size, max_rows, c, device) for c in configs if isinstance(c, ReadConfig)]
         self._rows_workspace = Workspace(max(slots), device, self._searched)
+        self._rows_logprobs = LogprobWorkspace(max_rows, vocab_size, device)
 
     def replace(self, lm_head: LMHead) -> None:
         """Draw from another head from now on. One of another shape takes the built-in choices, and scratch of its

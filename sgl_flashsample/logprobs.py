@@ -14,6 +14,7 @@ from .cpu_logprobs import read_on_cpu
 from .cpu_path import draws_in_host_memory
 from .kernels.gather_logprobs import check_ids, gather_logprobs
 from .kernels.logit_summary import LogitRows, RowSummary, check_rows
+from .kernels.merge_logprobs import merge_logprobs, pack_logprobs
 from .kernels.params import SampleOutput
 from .kernels.top_logprobs import TopLogprobs, check_k, top_logprobs
 
@@ -61,11 +62,14 @@ class WantedLogprobs(NamedTuple):
 
 class Logprobs(NamedTuple):
     """of_tokens: ``[B]`` float32, of each row's token. top: the likeliest ids. of_ids: ``[B, m]`` float32, of given
-    ids. None where they were not asked for; values as in ``TopLogprobs`` and ``gather_logprobs``."""
+    ids. None where they were not asked for; values as in ``TopLogprobs`` and ``gather_logprobs``. log_mass: ``[B, 2]``
+    float32, as in ``SampleOutput``, at the temperature of these logprobs, of the ids that they are relative to: those
+    of the head's part of the vocabulary, until ``merge_parts`` has merged all parts."""
 
     of_tokens: torch.Tensor
     top: TopLogprobs | None
     of_ids: torch.Tensor | None
+    log_mass: torch.Tensor | None = None
 
     @classmethod
     def empty(cls, wanted: WantedLogprobs, num_rows: int, device: torch.device) -> Logprobs:
@@ -73,7 +77,16 @@ class Logprobs(NamedTuple):
         of_tokens = torch.empty(num_rows, dtype=torch.float32, device=device)
         top = TopLogprobs.empty(num_rows, wanted.top, device) if wanted.top else None
         of_ids = None if wanted.token_ids is None else of_tokens.new_empty(num_rows, wanted.token_ids.shape[1])
-        return cls(of_tokens, top, of_ids)
+        return cls(of_tokens, top, of_ids, of_tokens.new_empty(num_rows, 2))
+
+    def rows(self, start: int, stop: int) -> Logprobs:
+        """The logprobs of the rows from ``start`` to ``stop``, as views."""
+        top, some = self.top, slice(start, stop)
+        if top is not None:
+            log_mass = None if top.log_mass is None else top.log_mass[some]
+            top = TopLogprobs(top.token_ids[some], top.logprobs[some], top.logits[some], log_mass)
+        of_ids, mass = (None if one is None else one[some] for one in (self.of_ids, self.log_mass))
+        return Logprobs(self.of_tokens[some], top, of_ids, mass)
 
     def store(self, start: int, part: Logprobs) -> None:
         """Copy the logprobs of some rows to their places, from row ``start`` on."""
@@ -83,6 +96,19 @@ class Logprobs(NamedTuple):
             self.top.store(start, part.top)
         if self.of_ids is not None and part.of_ids is not None:
             self.of_ids[places] = part.of_ids
+        if self.log_mass is not None and part.log_mass is not None:
+            self.log_mass[places] = part.log_mass
+
+    def pack(
+        self, first: int = 0, num_rows: int | None = None, *, tokens: bool = False, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """``pack_logprobs`` of these rows, which are those of a batch of ``num_rows`` from ``first`` on. tokens: the
+        token of each row as the first of its given ids. out: where to write."""
+        of_ids = self.of_ids
+        if tokens:
+            of_ids = torch.cat([self.of_tokens[:, None], *(() if of_ids is None else (of_ids,))], 1)
+        assert self.log_mass is not None
+        return pack_logprobs(self.top, of_ids, self.log_mass, first, num_rows, out)
 
 
 class LogprobOutput(NamedTuple):
@@ -119,14 +145,37 @@ def read_logprobs(
     of_tokens = None if drawn is None else drawn.logprobs
     log_mass = None if drawn is None else drawn.log_mass
     lists = [] if wanted.token_ids is None else [wanted.token_ids]
+    own_mass = None
     if of_tokens is None:
         lists.append(token_ids[:, None])
-    if draws_in_host_memory(rows.logits.device):
-        top, found = read_on_cpu(rows, wanted.top, wanted.counts, lists, log_mass)
-    else:
-        top, found = _read_by_kernels(rows, wanted.top, wanted.counts, lists, log_mass)
+        own_mass = torch.empty(rows.num_rows, 2, dtype=torch.float32, device=rows.logits.device)
+    read = read_on_cpu if draws_in_host_memory(rows.logits.device) else _read_by_kernels
+    top, found = read(rows, wanted.top, wanted.counts, lists, log_mass, own_mass)
     of_ids = None if wanted.token_ids is None else found[0]
-    return Logprobs(found[-1][:, 0] if of_tokens is None else of_tokens, top, of_ids)
+    if of_tokens is None:
+        return Logprobs(found[-1][:, 0], top, of_ids, own_mass)
+    return Logprobs(of_tokens, top, of_ids, log_mass)
+
+
+def merge_parts(
+    parts: torch.Tensor,
+    wanted: WantedLogprobs,
+    of_tokens: torch.Tensor | None = None,
+    lists: torch.Tensor | None = None,
+) -> Logprobs:
+    """The logprobs that are wanted, relative to the whole vocabulary, of those of its N parts in the order of the ids.
+
+    parts: ``[N, B, F]`` float32, ``Logprobs.pack`` of each part, with the tokens where ``of_tokens`` is None. wanted:
+    as the parts were read. of_tokens: ``[B]`` float32, the merged logprobs of the tokens (``merge_records``). lists:
+    as in ``merge_logprobs``. Raises ValueError for parts that do not fit.
+    """
+    top, given, log_mass = merge_logprobs(parts, wanted.top, counts=wanted.counts, lists=lists)
+    if of_tokens is None:
+        assert given is not None
+        of_tokens, given = given[:, 0].contiguous(), given[:, 1:].contiguous()
+    elif given is None:
+        given = log_mass.new_empty(len(log_mass), 0)
+    return Logprobs(of_tokens, top, None if wanted.token_ids is None else given, log_mass)
 
 
 def _read_by_kernels(
@@ -135,10 +184,15 @@ def _read_by_kernels(
     counts: torch.Tensor | None,
     lists: Sequence[torch.Tensor],
     log_mass: torch.Tensor | None,
+    own_mass: torch.Tensor | None,
 ) -> tuple[TopLogprobs | None, list[torch.Tensor]]:
-    """``read_on_cpu`` by kernels: one pass over the logits for all of it."""
+    """``read_on_cpu`` by kernels: one pass over the logits for all of it. own_mass: only with a last list of tokens."""
     known = RowSummary(log_mass=log_mass)
     if log_mass is None:
         known = rows.complete(known, ranked=k > 0)
     top = top_logprobs(rows, k, counts=counts, summary=known) if k else None
-    return top, [gather_logprobs(rows, ids, summary=known) for ids in lists]
+    tokens = len(lists) - 1
+    return top, [
+        gather_logprobs(rows, ids, summary=known, own_mass=own_mass if place == tokens else None)
+        for place, ids in enumerate(lists)
+    ]

@@ -136,8 +136,20 @@ def launch_with_logprobs(
             workspace=workspace,
             truncation_config=parts.truncation_config,
         )
-    rows = LogitRows(logits, head.spec, params, original=wanted.original, workspace=scratch)
-    return drawn, read_logprobs(rows, drawn.token_ids, wanted, drawn if known else None)
+    return drawn, _read_beside(logits, head.spec, params, drawn, wanted, scratch)
+
+
+def _read_beside(
+    logits: torch.Tensor,
+    spec: LogitsSpec,
+    params: BatchParams,
+    drawn: SampleOutput,
+    wanted: WantedLogprobs,
+    scratch: LogprobWorkspace | None,
+) -> Logprobs:
+    """The logprobs that are wanted of the logits that ``drawn`` is of."""
+    rows = LogitRows(logits, spec, params, original=wanted.original, workspace=scratch)
+    return read_logprobs(rows, drawn.token_ids, wanted, None if wanted.original else drawn)
 
 
 def logprobs_in_chunks(
@@ -199,6 +211,20 @@ def read_logits(
             workspace=workspace,
             truncation_config=truncation_config(family, itemsize, spec.vocab_size),
         )
+
+
+def read_logits_with_logprobs(
+    logits: torch.Tensor,
+    spec: LogitsSpec,
+    params: BatchParams,
+    workspace: Workspace | None,
+    wanted: WantedLogprobs,
+    scratch: LogprobWorkspace | None = None,
+) -> tuple[SampleOutput, Logprobs]:
+    """``read_logits``, and the logprobs that are wanted of the same logits."""
+    drawn = read_logits(logits, spec, params, workspace, return_logprob=not wanted.original)
+    with on_device_of(logits):
+        return drawn, _read_beside(logits, spec, params, drawn, wanted, scratch)
 
 
 def unsupported_path(path: SamplingPath, head: LMHead) -> str | None:

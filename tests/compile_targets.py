@@ -178,7 +178,7 @@ def launches_beside_a_draw() -> Iterator[tuple[str, Callable[[], Any]]]:
     and those of top logprobs and of given ids."""
     from sgl_flashsample.kernels.follow_drafts import follow_drafts
     from sgl_flashsample.kernels.merge_ranks import NUM_FIELDS, merge_records, no_record, pack_record
-    from sgl_flashsample.kernels.peer_memory import PeerMemory, exchange_records, exchange_rows
+    from sgl_flashsample.kernels.peer_memory import PeerMemory, exchange_logprobs, exchange_records, exchange_rows
     from sgl_flashsample.selfcheck import launch_row_table
 
     num_bytes = PeerMemory.num_bytes(2, 65, 4096, torch.bfloat16)
@@ -195,22 +195,22 @@ def launches_beside_a_draw() -> Iterator[tuple[str, Callable[[], Any]]]:
         yield name, functools.partial(merge_records, torch.zeros(2, 3, NUM_FIELDS), return_logprob=return_logprob)
         yield f"{name} by peer memory", functools.partial(exchange_records, memory, drawn, 1, 5)
     yield "rows by peer memory", functools.partial(exchange_rows, memory, 1, 5)
+    yield "logprobs by peer memory", functools.partial(exchange_logprobs, memory, 5, 17)
     tables = (torch.zeros(3, 8, dtype=torch.int64) for _ in range(4))
     yield "path of drafts", functools.partial(follow_drafts, *tables)
     yield "table of rows", functools.partial(launch_row_table, torch.zeros(16, 64, dtype=torch.bfloat16))
     yield from logprob_launches()
 
 
-def of_ranks(num_ranks: int, num_rows: int, k: int, offset: int = 0) -> Any:
-    """Top logprobs of ranks, at addresses that are ``offset`` elements behind an aligned one."""
+def found_by_rank(num_rows: int, k: int, num_ids: int, offset: int = 0) -> tuple[Any, Any, torch.Tensor]:
+    """The arguments of ``pack_logprobs``, at addresses that are ``offset`` elements behind an aligned one."""
     from sgl_flashsample.kernels.top_logprobs import TopLogprobs
 
-    size = num_ranks * num_rows * k
-    ids = at(torch.zeros(size, dtype=torch.int64), offset).view(num_ranks, num_rows, k)
-    logprobs, logits = (at(torch.zeros(size), offset).view(num_ranks, num_rows, k) for _ in range(2))
-    return TopLogprobs(
-        ids, logprobs, logits, at(torch.zeros(num_ranks * num_rows * 2), offset).view(num_ranks, num_rows, 2)
-    )
+    ids = at(torch.zeros(num_rows * k, dtype=torch.int64), offset).view(num_rows, k)
+    logprobs, logits = (at(torch.zeros(num_rows * k), offset).view(num_rows, k) for _ in range(2))
+    of_ids = at(torch.zeros(num_rows * num_ids), offset).view(num_rows, num_ids) if num_ids else None
+    top = TopLogprobs(ids, logprobs, logits, None) if k else None
+    return top, of_ids, at(torch.zeros(num_rows * 2), offset).view(num_rows, 2)
 
 
 def logprob_launches() -> Iterator[tuple[str, Callable[[], Any]]]:
@@ -218,7 +218,7 @@ def logprob_launches() -> Iterator[tuple[str, Callable[[], Any]]]:
     vocabulary with a partial group."""
     from sgl_flashsample.kernels.gather_logprobs import gather_logprobs, head_logprobs
     from sgl_flashsample.kernels.logit_summary import LogitRows, RowSummary
-    from sgl_flashsample.kernels.merge_top_logprobs import merge_top_logprobs
+    from sgl_flashsample.kernels.merge_logprobs import fields_of, merge_logprobs, pack_logprobs
     from sgl_flashsample.kernels.params import BatchParams, LMHead, LogitEdits
     from sgl_flashsample.kernels.top_logprobs import WIDTHS, top_logprobs
 
@@ -227,6 +227,10 @@ def logprob_launches() -> Iterator[tuple[str, Callable[[], Any]]]:
     plain = BatchParams(torch.ones(2), row, row)
     edited = dataclasses.replace(plain, edits=edits)
     known = RowSummary(log_mass=torch.zeros(2, 2))
+    for k, num_ids in itertools.product((0, *WIDTHS), (0, 9)):
+        name = f"{k} top logprobs and logprobs of {num_ids} ids of 8 ranks"
+        yield f"{name}: pack", functools.partial(pack_logprobs, *found_by_rank(2, k, num_ids), 1, 5)
+        yield name, functools.partial(merge_logprobs, torch.zeros(8, 2, fields_of(k, num_ids)), k)
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         weight, hidden = torch.empty(VOCAB, HIDDEN, dtype=dtype), torch.empty(2, HIDDEN, dtype=dtype)
         logits = torch.empty(2, VOCAB, dtype=dtype)
@@ -241,16 +245,12 @@ def logprob_launches() -> Iterator[tuple[str, Callable[[], Any]]]:
             rows = LogitRows(logits, head.spec, params)
             for width in WIDTHS:
                 yield f"{width} top logprobs, {dtype}{words}", functools.partial(top_logprobs, rows, width)
-                if dtype is torch.bfloat16 and not words:
-                    yield (
-                        f"{width} top logprobs of 8 ranks",
-                        functools.partial(merge_top_logprobs, of_ranks(8, 2, width)),
-                    )
             for lists in (1, 2):
                 ids = torch.zeros(lists, 9, dtype=torch.int64)
                 name = f"logprobs of {lists} lists of ids, {dtype}{words}"
                 yield name, functools.partial(gather_logprobs, rows, ids)
                 yield name, functools.partial(gather_logprobs, rows, ids, summary=known)
+                yield name, functools.partial(gather_logprobs, rows, ids, own_mass=torch.zeros(2, 2))
                 yield name, functools.partial(head_logprobs, hidden, head, ids, known.log_mass, params)
 
 
@@ -412,7 +412,7 @@ def launch_logprobs() -> None:
     """Top logprobs and logprobs of given ids, with tensors at any address, and with numbers of every kind."""
     from sgl_flashsample.kernels.gather_logprobs import gather_logprobs, head_logprobs
     from sgl_flashsample.kernels.logit_summary import LogitRows, RowSummary
-    from sgl_flashsample.kernels.merge_top_logprobs import merge_top_logprobs
+    from sgl_flashsample.kernels.merge_logprobs import fields_of, merge_logprobs, pack_logprobs
     from sgl_flashsample.kernels.params import BatchParams, LMHead, LogitEdits
     from sgl_flashsample.kernels.top_logprobs import top_logprobs
 
@@ -441,14 +441,19 @@ def launch_logprobs() -> None:
             for lists, num_ids in itertools.product({1, num_rows}, (1, 16, 130)):
                 ids = at(torch.ones(lists * num_ids, dtype=torch.int64), offset).view(lists, num_ids)
                 gather_logprobs(rows, ids, summary=summary)
+                if summary is None:
+                    gather_logprobs(rows, ids, own_mass=log_mass)
                 head_logprobs(hidden, head, ids, log_mass, params, original=original)
 
-    for num_ranks, num_rows, k, offset in itertools.product((1, 2, 3), (1, 16), (1, 5, 16), (0, 1)):
-        LAUNCHES.now = f"top logprobs of {num_ranks} ranks, {num_rows} rows, {k}, {offset}"
-        merge_top_logprobs(of_ranks(num_ranks, num_rows, k, offset))
-        merge_top_logprobs(
-            of_ranks(num_ranks, num_rows, k, offset), counts=at(torch.ones(num_rows, dtype=torch.int32), offset)
-        )
+    for num_ranks, num_rows, k, num_ids in itertools.product((1, 2, 3), (1, 16), (0, 5, 16), (0, 1, 16)):
+        for offset in (0, 1):
+            LAUNCHES.now = f"logprobs of {num_ranks} ranks, {num_rows} rows, {k}, {num_ids}, {offset}"
+            found, fields = found_by_rank(num_rows, k, num_ids, offset), fields_of(k, num_ids)
+            packed = at(torch.ones(num_ranks * num_rows * fields), offset).view(num_ranks, num_rows, fields)
+            pack_logprobs(*found, first=offset, num_rows=num_rows + offset)
+            pack_logprobs(*found, out=packed[0])
+            merge_logprobs(packed, k)
+            merge_logprobs(packed, k, counts=at(torch.ones(num_rows, dtype=torch.int32), offset))
 
 
 def keys() -> dict[str, list[str]]:

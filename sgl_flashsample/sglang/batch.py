@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..kernels.params import Edit, LogitEdits
-from ..kernels.workspace import MAX_TOP_LOGPROBS
+from ..kernels.workspace import MAX_GIVEN_IDS, MAX_TOP_LOGPROBS
 from .arrivals import Arrivals
 from .logprobs import AskedLogprobs
 from .row_table import ROWS, TOP_K_OFF, Reason, Row, RowTable, read_requests
@@ -28,7 +28,6 @@ from .row_table import ROWS, TOP_K_OFF, Reason, Row, RowTable, read_requests
 BATCH_ATTRIBUTE = "_flashsample_batch"  # on SamplingBatchInfo
 SLOTS_ATTRIBUTE = "_flashsample_slots"  # on SamplingBatchInfo, for one forward: slots of the rows in SGLang's pool
 REASON_ATTRIBUTE = "_flashsample_reason"  # on LogitsProcessorOutput: why its logits were computed after all
-MAX_GIVEN_IDS = 256  # of a row whose logprobs are fused
 PREPROCESS_ATTRIBUTE = "_flashsample_preprocess"  # on LogitsProcessorOutput: SGLang's preprocessing, still to be done
 
 
@@ -302,30 +301,25 @@ def routing_of(
     token_ids_logprobs: list | None,
     original_logprobs: bool,
     fuse_grammars: bool,
-    fuse_logprobs: bool = False,
 ) -> Routing:
     """The routing of this step. Where every row is fused, it is found without a loop over the rows. Otherwise the steps
-    of a batch whose rows do not change share one routing: everything else that it depends on is compared here.
-    fuse_logprobs: the head draws with logprobs beside those of the tokens."""
+    of a batch whose rows do not change share one routing: everything else that it depends on is compared here."""
     grammars = (sampling_info.grammars or ()) if not fuse_grammars else ()
     top = (top_logprobs_nums or ()) if return_logprob else ()
     ids = (token_ids_logprobs or ()) if return_logprob else ()
     mix = batch.mix
-    most_top, most_ids = (MAX_TOP_LOGPROBS, MAX_GIVEN_IDS) if fuse_logprobs else (0, -1)
-    original_logprobs = original_logprobs and return_logprob
     # Original logprobs are at temperature 1 in every row, wherever it has another.
-    tempered = return_logprob and mix.has_other_logprobs and not (original_logprobs and fuse_logprobs)
+    tempered = return_logprob and mix.has_other_logprobs and not original_logprobs
     lengths = () if not ids or ids.count(None) == len(ids) else tuple(-1 if one is None else len(one) for one in ids)
     if not (
         mix.is_native
         or grammars
-        or (original_logprobs and not fuse_logprobs)
         or tempered
-        or max(top, default=0) > most_top
-        or max(lengths, default=-1) > most_ids
+        or max(top, default=0) > MAX_TOP_LOGPROBS
+        or max(lengths, default=-1) > MAX_GIVEN_IDS
     ):
         return batch.fused
-    key = (tuple(map(type, grammars)), return_logprob, tuple(top), lengths, fuse_logprobs)
+    key = (tuple(map(type, grammars)), return_logprob, tuple(top), lengths)
     routing = batch.routings.get(key)
     if routing is None:
         none = (None,) * len(batch)
@@ -333,10 +327,8 @@ def routing_of(
         if grammars:
             columns.append([None if grammar is None else Reason.GRAMMAR for grammar in grammars])
         if return_logprob:
-            original = Reason.ORIGINAL_LOGPROBS if original_logprobs and not fuse_logprobs else None
-            columns.append((original,) * len(batch))
-            columns.append([(Reason.TOP_LOGPROBS if n > most_top else None) for n in top] or none)
-            columns.append([(Reason.TOKEN_IDS_LOGPROBS if n > most_ids else None) for n in lengths] or none)
+            columns.append([(Reason.TOP_LOGPROBS if n > MAX_TOP_LOGPROBS else None) for n in top] or none)
+            columns.append([(Reason.TOKEN_IDS_LOGPROBS if n > MAX_GIVEN_IDS else None) for n in lengths] or none)
         if tempered:
             columns.append(batch.logprob_reasons)
         reasons = tuple(next(filter(None, row), None) for row in zip(*columns, strict=True))

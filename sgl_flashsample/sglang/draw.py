@@ -12,7 +12,7 @@ import torch
 from ..kernels.gather_rows import StagedBatch
 from ..kernels.launch import num_binaries
 from ..kernels.params import BatchParams, Edit, LogitEdits, SampleOutput
-from ..logprobs import WantedLogprobs
+from ..logprobs import Logprobs, WantedLogprobs
 from .batch import BATCH_ATTRIBUTE, SLOTS_ATTRIBUTE, Batch, DrawKind
 from .head import STAGED_ROWS, HeadState
 from .lazy_logits import LazyLogits
@@ -291,16 +291,15 @@ def launch(
     *,
     retry: bool = True,
 ) -> Launched:
-    """One token per row, by launches. logprobs: also those of the tokens; or which ones, of a head without ranks. Where
-    ranks share the head, each draws from its part, in its own way, and they exchange the draws; for truncated batches
-    they exchange whole rows of logits. retry: a draw that fails is tried in another way (``HeadState.step_down``), as
+    """One token per row, by launches. logprobs: also those of the tokens; or which ones. Where ranks share the head,
+    each draws from its part, in its own way, and they exchange the draws and the logprobs; for truncated batches they
+    exchange whole rows of logits. retry: a draw that fails is tried in another way (``HeadState.step_down``), as
     other ranks wait for the exchange."""
     exchange = state.exchange
     if isinstance(logprobs, WantedLogprobs):
-        out, read = state.head.draw_with_logprobs(hidden, params, logprobs)
-        used = state.head.logprob_scratch
-        holds = read, used, None if used is None else used.draw.held
-        return Launched(out, holds, read.of_tokens, PackedLogprobs.of(read))
+        holds: list[Any] = []
+        out, read = _draw_with_logprobs(state, hidden, params, logprobs, holds)
+        return Launched(out, [read, *holds], read.of_tokens, PackedLogprobs.of(read))
     if exchange is not None and (params.truncation is not None or state.whole_rows):
         scratch: list[Any] = []
 
@@ -318,3 +317,24 @@ def launch(
             if not retry or not state.step_down(error):
                 raise
     return Launched(drawn) if exchange is None else Launched(exchange.merge(drawn), drawn)
+
+
+def _draw_with_logprobs(
+    state: HeadState, hidden: torch.Tensor, params: BatchParams, wanted: WantedLogprobs, holds: list[Any]
+) -> tuple[SampleOutput, Logprobs]:
+    """``launch`` with logprobs beside those of the tokens. holds: gets what the launches write to beside the result."""
+    exchange = state.exchange
+    if exchange is not None and (params.truncation is not None or state.whole_rows):
+
+        def draw_rows(
+            logits: torch.Tensor, params: BatchParams, wanted: WantedLogprobs
+        ) -> tuple[SampleOutput, Logprobs]:
+            drawn = state.sample_rows_with_logprobs(logits, params, wanted)
+            holds.extend((drawn, params, wanted))
+            return drawn
+
+        return exchange.draw_rows_with_logprobs(state.logits_of_shard(hidden), params, wanted, draw_rows)
+    drawn, found = state.head.draw_with_logprobs(hidden, params, wanted)
+    used = state.head.logprob_scratch
+    holds.extend((drawn, found, used, None if used is None else used.draw.held))
+    return (drawn, found) if exchange is None else exchange.merge_with_logprobs(drawn, found, wanted)

@@ -7,32 +7,39 @@ The only code that knows of groups of ranks.
 ``Exchange.draw_rows``  each rank has the logits of its part: whole rows go to the ranks, which draw them, and ``merge``
                         follows. For truncations, which need the whole vocabulary, and for parts that the kernels cannot
                         draw from.
+``..._with_logprobs``   the same two, and the logprobs that were asked for beside those of the tokens, in an exchange
+                        more: 12 bytes per likeliest id, row and rank, 4 per given id (``kernels/merge_logprobs.py``)
 
-Every rank of a group calls the same of the two, for as many rows, with the same parameters, and gets the same output:
+Every rank of a group calls the same of these, for as many rows, with the same parameters, and gets the same output:
 it is made of the same bytes in the same order. In a step no rank changes what it does alone: the others would wait for
 it.
 
-Where the GPUs of a group reach each other's memory, both are kernels (``kernels/peer_memory.py``), which CUDA graphs
-may hold. Elsewhere, and for batches beyond that memory, they are collectives of the group.
+Where the GPUs of a group reach each other's memory, these are kernels (``kernels/peer_memory.py``), which CUDA graphs
+may hold. Elsewhere, and for batches beyond that memory, they are collectives of the group, as for prompts
+(``Exchange.merge_prompt``).
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
 
 from ..kernels.config import cdiv
+from ..kernels.merge_logprobs import MAX_FIELDS, fields_of
 from ..kernels.merge_ranks import NUM_FIELDS, merge_records, pack_record
 from ..kernels.params import BatchParams, SampleOutput
-from ..kernels.peer_memory import PeerMemory, compile_exchanges, exchange_records, exchange_rows
+from ..kernels.peer_memory import PeerMemory, compile_exchanges, exchange_logprobs, exchange_records, exchange_rows
 from ..kernels.rng import GROUP_SIZE
+from ..logprobs import Logprobs, WantedLogprobs, merge_parts
 from .support import is_elastic
 
 logger = logging.getLogger("sgl_flashsample")
+
+MAX_PROMPT_ROWS = 1024  # of a prompt, whose logprobs are exchanged at a time
 
 
 class RankSync:
@@ -77,10 +84,10 @@ class RankSync:
         return gathered
 
 
-def bytes_received(num_ranks: int, num_rows: int, part_bytes: int | None = None) -> int:
+def bytes_received(num_ranks: int, num_rows: int, part_bytes: int | None = None, num_fields: int = 0) -> int:
     """Bytes that a rank receives in a step. part_bytes: size of one row's logits on a rank, where whole rows travel;
-    None where ranks draw from their parts."""
-    records = num_rows * NUM_FIELDS * 4
+    None where ranks draw from their parts. num_fields: of a row's logprobs beside that of its token."""
+    records = num_rows * (NUM_FIELDS + num_fields) * 4
     rows = 0 if part_bytes is None else cdiv(num_rows, num_ranks) * part_bytes
     return (num_ranks - 1) * (records + rows)
 
@@ -159,6 +166,51 @@ class Exchange:
         self._group._all_gather_into_tensor(records.view(-1, NUM_FIELDS), record.view(-1, NUM_FIELDS))
         return merge_records(records, return_logprob=drawn.logprobs is not None)
 
+    def merge_with_logprobs(
+        self,
+        drawn: SampleOutput,
+        found: Logprobs,
+        wanted: WantedLogprobs,
+        first: int = 0,
+        num_rows: int | None = None,
+    ) -> tuple[SampleOutput, Logprobs]:
+        """``merge``, and the logprobs of the batch relative to the whole vocabulary. found: those of the rows of
+        ``drawn``, relative to the ids that they were drawn from. wanted: of all rows of the batch."""
+        num_rows = len(drawn.token_ids) if num_rows is None else num_rows
+        num_ids = 0 if wanted.token_ids is None else wanted.token_ids.shape[1]
+        parts = lists = None
+        if wanted.top or num_ids:
+            memory, num_fields = self.memory_for(num_rows), fields_of(wanted.top, num_ids)
+            if memory is not None and num_fields <= MAX_FIELDS:
+                lists = memory.lists
+                found.pack(first, num_rows, out=memory.own_logprobs[:num_rows, :num_fields])
+                parts = exchange_logprobs(memory, num_rows, num_fields)
+            else:
+                parts = self._gathered(found.pack(first, num_rows))
+        # Last: the next exchange may write where ranks have read the parts of this one.
+        merged = self.merge(drawn._replace(logprobs=found.of_tokens, log_mass=found.log_mass), first, num_rows)
+        assert merged.logprobs is not None
+        if parts is None:
+            return merged, Logprobs(merged.logprobs, None, None, merged.log_mass)
+        return merged, merge_parts(parts, wanted, merged.logprobs, lists)
+
+    def merge_prompt(self, found: Logprobs, wanted: WantedLogprobs) -> Logprobs:
+        """The logprobs of the rows of a prompt relative to the whole vocabulary. found: those of this rank's ids; each
+        token is one of some rank. The parts of all ranks are in memory for ``MAX_PROMPT_ROWS`` rows at a time."""
+        num_rows = len(found.of_tokens)
+        merged = Logprobs.empty(wanted, num_rows, found.of_tokens.device)
+        for start in range(0, num_rows, MAX_PROMPT_ROWS):
+            stop = min(start + MAX_PROMPT_ROWS, num_rows)
+            parts = self._gathered(found.rows(start, stop).pack(tokens=True))
+            merged.store(start, merge_parts(parts, wanted.rows(start, stop, num_rows)))
+        return merged
+
+    def _gathered(self, packed: torch.Tensor) -> torch.Tensor:
+        """``[N, B, F]``, the logprobs that all ranks have packed, by a collective."""
+        parts = packed.new_empty(self.num_ranks, *packed.shape)
+        self._group._all_gather_into_tensor(parts.view(-1, packed.shape[1]), packed)
+        return parts
+
     def draw_rows(
         self,
         logits: torch.Tensor,  # [B, W], W the same on every rank
@@ -170,6 +222,27 @@ class Exchange:
 
         Logits that are in ``memory_for`` already are not copied there.
         """
+        share = self._share_of(logits)
+        drawn = draw(share.rows, params.rows(share.drawn_from, share.drawn_to))
+        return self.merge(_first_of(drawn, share.num_served), share.start, logits.shape[0])
+
+    def draw_rows_with_logprobs(
+        self,
+        logits: torch.Tensor,  # [B, W], W the same on every rank
+        params: BatchParams,
+        wanted: WantedLogprobs,
+        draw: Callable[[torch.Tensor, BatchParams, WantedLogprobs], tuple[SampleOutput, Logprobs]],
+    ) -> tuple[SampleOutput, Logprobs]:
+        """``draw_rows``, with the logprobs of the batch. ``draw`` also takes those that are wanted of its rows, and
+        returns them."""
+        num_rows, share = logits.shape[0], self._share_of(logits)
+        drawn_rows = share.drawn_from, share.drawn_to
+        drawn, found = draw(share.rows, params.rows(*drawn_rows), wanted.rows(*drawn_rows, num_rows))
+        mine = _first_of(drawn, share.num_served), found.rows(0, share.num_served)
+        return self.merge_with_logprobs(*mine, wanted, share.start, num_rows)
+
+    def _share_of(self, logits: torch.Tensor) -> _Share:
+        """This rank's share of the rows of a batch whose logits each rank has its part of."""
         num_rows = logits.shape[0]
         each = cdiv(num_rows, self.num_ranks)
         start = min(self.rank * each, num_rows)
@@ -183,11 +256,7 @@ class Exchange:
             rows = exchange_rows(memory, drawn_from, drawn_to - drawn_from)
         else:
             rows = self._gathered_rows(logits, each)[: drawn_to - drawn_from]
-        drawn = draw(rows, params.rows(drawn_from, drawn_to))
-        served = slice(stop - start)
-        logprobs, log_mass = (None if values is None else values[served] for values in (drawn.logprobs, drawn.log_mass))
-        mine = SampleOutput(drawn.token_ids[served], logprobs, drawn.scores[served], log_mass)
-        return self.merge(mine, start, num_rows)
+        return _Share(rows, start, stop - start, drawn_from, drawn_to)
 
     def _gathered_rows(self, logits: torch.Tensor, each: int) -> torch.Tensor:
         """``[each, N * W]``: this rank's share of the rows, zeros beyond the batch."""
@@ -201,6 +270,23 @@ class Exchange:
         rows = torch.empty(each, cdiv(whole, GROUP_SIZE) * GROUP_SIZE, dtype=sent.dtype, device=sent.device)[:, :whole]
         rows.unflatten(1, (self.num_ranks, width)).copy_(received.view(self.num_ranks, each, width).transpose(0, 1))
         return rows
+
+
+class _Share(NamedTuple):
+    """The rows of a batch that one rank draws. rows: their whole logits, ``[R, N * W]``. start: the first one.
+    num_served: how many of them are served. drawn_from, drawn_to: those that are drawn, one at least."""
+
+    rows: torch.Tensor
+    start: int
+    num_served: int
+    drawn_from: int
+    drawn_to: int
+
+
+def _first_of(drawn: SampleOutput, num_rows: int) -> SampleOutput:
+    """The draws of the first rows, as views."""
+    logprobs, log_mass = (None if values is None else values[:num_rows] for values in (drawn.logprobs, drawn.log_mass))
+    return SampleOutput(drawn.token_ids[:num_rows], logprobs, drawn.scores[:num_rows], log_mass)
 
 
 def _symmetric_memory(num_bytes: int, device: torch.device) -> torch.Tensor:  # coverage: needs several GPUs

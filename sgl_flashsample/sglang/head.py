@@ -16,7 +16,7 @@ from ..kernels.merge_ranks import merge_records, no_record, pack_record
 from ..kernels.params import BatchParams, LMHead, SampleOutput
 from ..kernels.rng import GROUP_SIZE
 from ..kinds import BatchKind, SamplingPath
-from ..logprobs import WantedLogprobs
+from ..logprobs import Logprobs, WantedLogprobs, merge_parts
 from ..screen import Screen
 from ..selfcheck import MAX_COMPILED_ROWS, compare_rows_with_reference
 from . import support
@@ -125,7 +125,8 @@ class HeadState:
             # No more than it takes: the logits of 512 rows are 150 MB, which a server may not have.
             rows = next_power_of_2(max(num_rows, FIRST_LOGPROB_ROWS))
             inputs = self._logprob_inputs = LogprobInputs(rows, self.head.lm_head.weight.device)
-            self.head.reserve_logprobs(rows)
+            if self.exchange is None:  # ranks have reserved it: one that finds no memory would leave the others alone
+                self.head.reserve_logprobs(rows)
         return inputs.load(asked, num_rows)
 
     def drop_graphs(self) -> None:
@@ -215,14 +216,22 @@ class HeadState:
         the kernels of the exchange: a rank that fails at that must not have begun to exchange."""
         assert self.exchange is not None
         head, num_ranks = self.head.lm_head, self.exchange.num_ranks
+        device = head.weight.device
         for return_logprob in (True, False):
-            nothing = no_record(1, head.weight.device, return_logprob)
+            nothing = no_record(1, device, return_logprob)
             merge_records(pack_record(nothing), return_logprob=return_logprob)
+        zero = torch.zeros(1, 1, dtype=torch.int64, device=device)
+        wanted, found = WantedLogprobs(1, token_ids=zero), None
+        if not self.whole_rows:
+            greedy = BatchParams(torch.zeros(1, device=device), zero[0], zero[0])
+            _, found = self.head.draw_with_logprobs(head.weight.new_zeros(1, head.weight.shape[1]), greedy, wanted)
+        found = Logprobs.empty(wanted, 1, device) if found is None else found
+        merge_parts(found.pack()[None], wanted, found.of_tokens)
         return compare_rows_with_reference(
             self.processor.vocab_size,
             num_ranks * head.weight.shape[0],
             head.rounding,
-            head.weight.device,
+            device,
             cdiv(max_rows, num_ranks),
             logit_scale=head.logit_scale,
             softcap=head.softcap,
@@ -265,11 +274,19 @@ class HeadState:
         drawn = [
             self.exchange.draw_rows(logits, greedy, lambda rows, params: self.sample_rows(rows, params, return_logprob))
         ]
+        likeliest = []
+        if return_logprob:
+            wanted = WantedLogprobs(1, token_ids=expected[:, None].contiguous())
+            out, found = self.exchange.draw_rows_with_logprobs(logits, greedy, wanted, self.sample_rows_with_logprobs)
+            assert found.top is not None and found.of_ids is not None
+            drawn.append(out)
+            differs = (found.of_tokens - found.of_ids[:, 0]).abs()
+            likeliest = [found.top.token_ids[:, 0] == expected, differs < 1e-3]
         if not self.whole_rows:
             scores, place = logits.float().max(dim=1)
             output = SampleOutput.empty(num_rows, device, return_logprob)._replace(scores=scores)
             drawn.append(self.exchange.merge(output._replace(token_ids=place + lm_head.vocab_start)))
-        return all(torch.equal(out.token_ids, expected) for out in drawn)
+        return all(torch.equal(out.token_ids, expected) for out in drawn) and all(bool(one.all()) for one in likeliest)
 
     def logits_of_shard(self, hidden: torch.Tensor) -> torch.Tensor:
         """``[B, W]``: the logits of this rank's GEMM, rounded as the model's own; in memory that the other ranks can
@@ -283,6 +300,13 @@ class HeadState:
         """The draw from whole rows of logits, ``[R, N * W]``, on this rank alone."""
         vocab_size = self.processor.vocab_size
         return self.head.draw_from_logits(logits, params, vocab_size=vocab_size, return_logprob=return_logprob)
+
+    def sample_rows_with_logprobs(
+        self, logits: torch.Tensor, params: BatchParams, wanted: WantedLogprobs
+    ) -> tuple[SampleOutput, Logprobs]:
+        """``sample_rows``, with the logprobs that are wanted of these rows."""
+        size = self.processor.vocab_size
+        return self.head.draw_from_logits_with_logprobs(logits, params, wanted, vocab_size=size)
 
     def stage_for(self, num_rows: int) -> torch.Tensor | None:
         """The stage that a prefill of so many rows is replayed on; None where it is to be launched: a prefill of more

@@ -67,6 +67,20 @@ class AskedLogprobs:
             and list(self.ids) == list(other.ids)
         )
 
+    def repeated(self, times: int) -> AskedLogprobs:
+        """The same of a batch in which each row stands so many times, one after the other: nodes of a tree."""
+        again = self._repeated.get(times)
+        if again is None:
+            top = [n for n in self.top for _ in range(times)]
+            ids = [one for one in self.ids for _ in range(times)]
+            native = frozenset(row * times + place for row in self.native for place in range(times))
+            again = self._repeated[times] = AskedLogprobs(self.layout, top, ids, native)
+        return again
+
+    @functools.cached_property
+    def _repeated(self) -> dict[int, AskedLogprobs]:
+        return {}
+
     def deliver(self, read: PackedLogprobs, logits_output: Any, *, keeps_tensors: bool) -> None:
         """Put the values into the lists of a LogitsProcessorOutput, those of SGLang's rows beside them.
 
@@ -108,6 +122,11 @@ class PackedLogprobs(NamedTuple):
         data = [part.reshape(-1).view(torch.uint8) for part in parts]
         packed = torch.cat(data) if data else torch.empty(0, dtype=torch.uint8, device=read.of_tokens.device)
         return cls(packed, rows, width, 0 if of_ids is None else of_ids.shape[1])
+
+    def select(self, rows: torch.Tensor) -> PackedLogprobs:
+        """The values of these rows, ``[R]`` int64."""
+        data = torch.cat([part[rows].reshape(-1).view(torch.uint8) for part in self.parts() if len(part)])
+        return self._replace(data=data, rows=len(rows))
 
     def clone(self) -> PackedLogprobs:
         return self._replace(data=self.data.clone())

@@ -2,7 +2,8 @@
 
 A prefill that asks for them calls ``InputLogprobProcessor.forward``. Here the head reads its hidden states in chunks
 (``Head.logprobs_of``), at temperature 1 and without edits, as SGLang does. The rows that draw a token become a
-``LazyLogits``, as in any other prefill: a seed gives the same tokens with and without prompt logprobs.
+``LazyLogits``, as in any other prefill: a seed gives the same tokens with and without prompt logprobs. Ranks that share
+the head read the logprobs of their parts of the vocabulary, and exchange them.
 
 After a retraction SGLang asks for the logprobs of all tokens that a request has generated, and drops them: those of its
 prompt are stored already. ``PromptHooks.prepare_for_extend`` takes them back, so such a prefill stays as any other.
@@ -23,7 +24,7 @@ from ..logprobs import Logprobs, WantedLogprobs
 from .batch import to_device
 from .head import HeadState
 from .lazy_logits import LazyLogits
-from .runtime import Runtime
+from .runtime import RankError, Runtime
 from .step_graphs import RETRY_SECONDS
 
 logger = logging.getLogger("sgl_flashsample")
@@ -85,6 +86,8 @@ class PromptHooks:
                 served = self._read(
                     pruned_states, sample_indices, input_logprob_indices, lm_head, get_logits_fn, logits_metadata
                 )
+            except RankError:
+                raise
             except Exception as error:  # a request must not fail because a path cannot serve it
                 self._stop(error)
         if served is None:
@@ -121,13 +124,13 @@ class PromptHooks:
         if sum(one.all_rows for one in prompts) != num_rows or sum(one.rows for one in prompts) != num_targets:
             return None
         state.update(1)
-        wanted = wanted_of(prompts, num_rows, state.head.lm_head.spec.vocab_size, hidden.device)
+        wanted = wanted_of(prompts, num_rows, state.processor.vocab_size, hidden.device)
         if wanted is None:
             return None
         # Rows that only draw a token are read too: a few, and without them the hidden states would have to be copied.
         if num_targets != num_rows:
             targets = targets.new_zeros(num_rows).index_copy_(0, input_logprob_indices, targets)
-        logprobs = state.head.logprobs_of(hidden, targets, wanted)
+        logprobs = self._logprobs_of(state, hidden, targets, wanted)
         if num_targets != num_rows:
             logprobs = logprobs._replace(of_tokens=logprobs.of_tokens[input_logprob_indices])
 
@@ -136,6 +139,18 @@ class PromptHooks:
 
         drawing = LazyLogits(hidden[sample_indices], state.processor.vocab_size, state, compute, prefills=True)
         return result_of(prompts, logprobs, metadata, state), drawing
+
+    def _logprobs_of(
+        self, state: HeadState, hidden: torch.Tensor, targets: torch.Tensor, wanted: WantedLogprobs
+    ) -> Logprobs:
+        """``Head.logprobs_of`` all ranks that share the head. Raises RankError after a failure of one of several."""
+        try:
+            logprobs = state.head.logprobs_of(hidden, targets, wanted)
+            return logprobs if state.exchange is None else state.exchange.merge_prompt(logprobs, wanted)
+        except Exception as error:
+            if state.exchange is not None:
+                self.runtime.stay_with_ranks(f"{type(error).__name__}: {error}")
+            raise
 
     def _stop(self, error: Exception) -> None:
         """Leave the logprobs of prompts to SGLang, after a failure: until restart, or for a while where memory was

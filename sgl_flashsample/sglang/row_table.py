@@ -70,7 +70,6 @@ class Reason(enum.StrEnum):
     UNREADABLE = "unreadable"
     TOP_LOGPROBS = "top_logprobs"
     TOKEN_IDS_LOGPROBS = "token_ids_logprobs"
-    ORIGINAL_LOGPROBS = "original_logprobs"
     GREEDY_LOGPROB_AT_TEMPERATURE = "greedy_logprob_at_temperature"
     # Reasons of a batch.
     INPUT_LOGPROBS = "input_logprobs"

@@ -40,7 +40,6 @@ logger = logging.getLogger("sgl_flashsample")
 MAX_INTERPRETED_ROWS = 16  # on a CPU the kernels are checked for batches up to this size
 IDLE_READS = 4  # reads of device counters after the last step: one starts a copy, a later one sees it
 NATIVE_FEATURES = "custom logit processors, sampling masks and beam search"
-NATIVE_ON_RANKS = "custom logit processors, sampling masks, beam search, top logprobs and token-id logprobs"
 
 
 LATE_HEAD = "the model shows its LM head only at its first batch"
@@ -142,7 +141,7 @@ class Runtime:
         self.inactive_reason = self._ranks.first_reason([reason for reason, _, _ in answers]) or next(differing, None)
         self._update_gauge()
 
-    def _stay_with_ranks(self, reason: str) -> None:
+    def stay_with_ranks(self, reason: str) -> None:
         """Raises RankError where others share a head with this rank."""
         if any(state.exchange is not None for state in self.heads):
             raise self._rank_error(reason)
@@ -156,7 +155,7 @@ class Runtime:
 
     def disable(self, reason: str) -> None:
         """Leave everything to SGLang's sampler from now on, and say why, once. Raises RankError."""
-        self._stay_with_ranks(reason)
+        self.stay_with_ranks(reason)
         if self.inactive_reason is None:
             self.inactive_reason = reason
             self._update_gauge()
@@ -180,7 +179,7 @@ class Runtime:
     def stop_mixing(self, reason: str) -> None:
         """Leave batches in which some rows need SGLang's sampler to it as a whole, from now on, and say why. Raises
         RankError."""
-        self._stay_with_ranks(reason)
+        self.stay_with_ranks(reason)
         self.no_mixing_reason = reason
         logger.warning(
             "flashsample: splitting a batch between fused sampling and SGLang's own sampler failed; from this batch on "
@@ -192,7 +191,7 @@ class Runtime:
         """Leave rows with a grammar to SGLang's sampler from now on, and say why. everywhere: every rank does so in
         this step. Raises RankError where that is not known."""
         if not everywhere:
-            self._stay_with_ranks(reason)
+            self.stay_with_ranks(reason)
         self.no_grammars_reason = reason
         logger.warning(
             "flashsample: until restart, requests with a grammar use SGLang's own sampler, which enforces it as ever: "
@@ -341,7 +340,7 @@ class Runtime:
                 ranks and f" on each{ranks}",
                 NOISE_ABI,
                 time.monotonic() - started,
-                NATIVE_FEATURES if state.exchange is None else NATIVE_ON_RANKS,
+                NATIVE_FEATURES,
             )
         if self.heads:
             first = self.heads[0]
@@ -532,15 +531,15 @@ class Runtime:
         return self._head_in_step(processor, hidden, lm_head, mode)
 
     def prompt_head(self, processor: Any, hidden: torch.Tensor, lm_head: Any, metadata: Any) -> HeadState | None:
-        """The head's state when the logprobs of these prompts are read here; None when SGLang should compute them. Each
-        of several ranks that share a head has a part of the vocabulary alone."""
+        """The head's state when the logprobs of these prompts are read here; None when SGLang should compute them, as
+        where the kernels cannot draw from the parts of ranks."""
         mode = mode_of(metadata)
         if id(processor) in self._draft_processors or not mode.extends or _is_capturing():
             return None
         if mode.verifies or mode.is_split:
             return None
         state = self._head_in_step(processor, hidden, lm_head, mode)
-        return None if state is None or state.exchange is not None else state
+        return None if state is None or state.whole_rows else state
 
     def _head_in_step(self, processor: Any, hidden: torch.Tensor, lm_head: Any, mode: Mode) -> HeadState | None:
         """The head's state in a step that it may serve; None where it is SGLang's, or these hidden states are."""

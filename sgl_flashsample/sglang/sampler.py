@@ -148,7 +148,6 @@ class FlashSampler(Sampler):
             call.return_logprob,
             call.top_logprobs_nums,
             call.token_ids_logprobs,
-            fuse_logprobs=lazy.source.exchange is None,
         )
         if routing.native and not routing.all_native and runtime.no_mixing_reason is not None:
             raise Unserved(Reason.ERROR)
@@ -175,7 +174,7 @@ class FlashSampler(Sampler):
             slots = getattr(call.sampling_info, SLOTS_ATTRIBUTE)
             # Its cost hardly depends on the number of rows: drawing for all is cheaper than leaving some out.
             asked = None
-            if call.return_logprob and lazy.source.exchange is None:
+            if call.return_logprob:
                 original = runtime.settings.original_logprobs
                 asked = routing.asked(call.top_logprobs_nums, call.token_ids_logprobs, original)
             drawn = draw(lazy, Step(batch, slots, call.positions, edits, call.return_logprob, asked=asked))
@@ -217,7 +216,6 @@ def guarded_routing(
     return_logprob: bool,
     top_logprobs_nums: list[int] | None,
     token_ids_logprobs: list | None,
-    fuse_logprobs: bool = False,
 ) -> Routing:
     """``routing_of`` in this server. Raises Unserved after a failure: a request must not fail because its needs cannot
     be read."""
@@ -230,7 +228,6 @@ def guarded_routing(
             token_ids_logprobs,
             runtime.settings.original_logprobs,
             runtime.no_grammars_reason is None,
-            fuse_logprobs,
         )
     except Exception as error:
         runtime.disable(f"routing: {type(error).__name__}: {error}")

@@ -5,7 +5,9 @@ of acceptance have the law of drawing a token at every node and following the dr
 (``kernels/follow_drafts.py``). The noise is that of a token's position, so a request with a seed gets the tokens that
 it gets without speculation. As SGLang's verification, this one ignores min-p, and takes top-p of what top-k has left.
 
-A batch in which any row needs SGLang's sampler is verified by SGLang as a whole. Drafts are SGLang's own, or drawn by
+Logprobs beside those of the tokens are read at every node, and those of the accepted nodes delivered, in lists with an
+entry per place of SGLang's ``accept_index``. A batch in which any row needs SGLang's sampler is verified by SGLang as a
+whole. Drafts are SGLang's own, or drawn by
 ``drafts.py``: they change how many tokens a step gains, and no token. Ranks that share the head exchange the draws of
 their parts as in any step, and accept the same drafts.
 """
@@ -14,7 +16,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -22,13 +24,34 @@ from ..kernels.follow_drafts import follow_drafts
 from .batch import Batch, GrammarError, Routing, batch_of, edits_of_nodes
 from .draw import Step, draw
 from .lazy_logits import LazyLogits, plain
+from .logprobs import AskedLogprobs
 from .row_table import Reason
 from .runtime import Runtime
 from .sampler import Unserved, guarded_routing
+from .step_graphs import Drawn
 
-LOGPROBS_ATTRIBUTE = "_flashsample_logprobs"  # on LogitsProcessorOutput: logprobs of the token drawn at each node
+LOGPROBS_ATTRIBUTE = "_flashsample_logprobs"  # on LogitsProcessorOutput: NodeLogprobs
 # An argument of ``eagle_sample`` that only says how to read another one.
 _HARMLESS = {"watermark_full_mask"}
+
+
+class NodeLogprobs(NamedTuple):
+    """The logprobs of a verification. drawn: of the token at each node, and what was asked for beside them. asked: of
+    each request, beside those of its tokens. keeps_tensors: as in ``AskedLogprobs.deliver``."""
+
+    drawn: Drawn
+    asked: AskedLogprobs | None
+    keeps_tensors: bool
+
+    def deliver(self, accept_index: torch.Tensor, logits_output: Any) -> None:
+        """Put those of the accepted nodes, ``[B, P]`` with -1 after them, into a LogitsProcessorOutput. As in SGLang,
+        places after the accepted ones have values of some node."""
+        nodes, asked, rest = accept_index.clamp(min=0).long(), self.asked, self.drawn.rest
+        assert self.drawn.logprobs is not None
+        logits_output.next_token_logprobs = self.drawn.logprobs[nodes]
+        if asked is not None and rest is not None and (asked.top or asked.ids):
+            each = asked.repeated(nodes.shape[1])
+            each.deliver(rest.select(nodes.reshape(-1)), logits_output, keeps_tensors=self.keeps_tensors)
 
 
 class SpeculationHooks:
@@ -65,11 +88,11 @@ class SpeculationHooks:
 
     def compute_logprobs(self, original: Callable, batch: Any, logits_output: Any, *args: Any, **kwargs: Any) -> None:
         """Around SGLang's logprobs of the accepted tokens: the logprobs of our draw."""
-        logprobs = vars(logits_output).pop(LOGPROBS_ATTRIBUTE, None)
+        logprobs: NodeLogprobs | None = vars(logits_output).pop(LOGPROBS_ATTRIBUTE, None)
         if logprobs is None:
             return original(batch, logits_output, *args, **kwargs)
         nodes = kwargs["accept_index"] if "accept_index" in kwargs else args[1]
-        logits_output.next_token_logprobs = logprobs[nodes.clamp(min=0).long()]
+        logprobs.deliver(nodes, logits_output)
         return None
 
     def _route(self, verify_input: Any, batch: Any, lazy: torch.Tensor, others: list) -> tuple[Batch, Routing]:
@@ -107,7 +130,12 @@ class SpeculationHooks:
         try:
             edits = edits_of_nodes(rows, routing, batch.sampling_info, grammar_mask, num_nodes, lazy.hidden.device)
             slots, positions = batch.req_pool_indices[: len(rows)], verify_input.positions
-            drawn = draw(lazy, Step(rows, slots, positions, edits, batch.return_logprob, num_nodes))
+            asked = None
+            if batch.return_logprob:
+                original = self.runtime.settings.original_logprobs
+                asked = routing.asked(batch.top_logprobs_nums, batch.token_ids_logprobs, original)
+            of_nodes = None if asked is None else asked.repeated(num_nodes)
+            drawn = draw(lazy, Step(rows, slots, positions, edits, batch.return_logprob, num_nodes, of_nodes))
             tables = (verify_input.draft_token, verify_input.retrieve_next_token, verify_input.retrieve_next_sibling)
             drafts, first_child, next_sibling = (one.reshape(shape).to(torch.int64).contiguous() for one in tables)
             nodes, num_tokens = follow_drafts(
@@ -125,5 +153,6 @@ class SpeculationHooks:
             self.runtime.disable(f"{type(error).__name__}: {error}")
             raise Unserved(Reason.ERROR) from None
         if batch.return_logprob:
-            setattr(logits_output, LOGPROBS_ATTRIBUTE, drawn.logprobs)
+            logprobs = NodeLogprobs(drawn, asked, lazy.source.copies_tokens)
+            setattr(logits_output, LOGPROBS_ATTRIBUTE, logprobs)
         return drawn.token_ids.to(torch.int32), num_tokens, nodes

@@ -22,9 +22,11 @@ from sgl_flashsample import (
     sample,
 )
 from sgl_flashsample.kernels.logit_summary import LOWEST_LOGPROB
-from sgl_flashsample.kernels.params import BatchParams, LogitEdits
+from sgl_flashsample.kernels.merge_ranks import merge_records, no_record, pack_record
+from sgl_flashsample.kernels.params import BatchParams, LogitEdits, SampleOutput
 from sgl_flashsample.kernels.reference import gather_logprobs_ref, top_logprobs_ref
 from sgl_flashsample.kinds import PLAIN
+from sgl_flashsample.logprobs import merge_parts
 from sgl_flashsample.tables import lookup
 
 INF = float("inf")
@@ -232,6 +234,136 @@ def test_a_prompt_leaves_no_scratch_behind(place):
     assert head.num_bytes == held
 
 
+# --- parts of a vocabulary --------------------------------------------------------------------------------------------
+
+
+def parts_of(case: Case, num_ranks: int) -> list[Head | None]:
+    """The heads of ranks with equally many rows of the weight; None where a rank has padding alone."""
+    weight, vocab = case.head.weight, case.head.vocab_size
+    width = -(-vocab // num_ranks // 16) * 16
+    weight = torch.nn.functional.pad(weight, (0, 0, 0, max(0, width * num_ranks - len(weight))), value=float("nan"))
+    options = {"logit_scale": case.head.logit_scale, "softcap": case.head.softcap, "logits_dtype": case.head.rounding}
+    parts = (weight[rank * width : (rank + 1) * width].contiguous() for rank in range(num_ranks))
+    heads = [LMHead.of_rank(part, rank, num_ranks, vocab, **options) for rank, part in enumerate(parts)]
+    return [None if head is None else Head(head) for head in heads]
+
+
+def draw_by_ranks(case: Case, num_ranks: int, wanted: WantedLogprobs) -> tuple[SampleOutput, Logprobs]:
+    """What each rank gets that merges the draws and the logprobs of all. A rank without ids has drawn no row."""
+    num_rows, records, parts = len(case.hidden), [], []
+    for head in parts_of(case, num_ranks):
+        if head is None:
+            records.append(pack_record(no_record(num_rows, case.hidden.device, True)))
+            nothing = Logprobs.empty(wanted.rows(0, 0, num_rows), 0, case.hidden.device)
+            parts.append(nothing.pack(0, num_rows))
+            continue
+        drawn, found = head.draw_with_logprobs(case.hidden, case.params, wanted)
+        records.append(pack_record(drawn._replace(logprobs=found.of_tokens, log_mass=found.log_mass)))
+        parts.append(found.pack())
+    merged = merge_records(torch.cat(records), return_logprob=True)
+    return merged, merge_parts(torch.stack(parts), wanted, merged.logprobs)
+
+
+def assert_by_ranks(case: Case, num_ranks: int, wanted: WantedLogprobs) -> None:
+    """The token is that of the whole vocabulary, and the logprobs are the reference's."""
+    drawn, found = draw_by_ranks(case, num_ranks, wanted)
+    whole, _ = Head(case.head).draw_with_logprobs(case.hidden, case.params, wanted)
+    assert torch.equal(drawn.token_ids, whole.token_ids) and torch.equal(drawn.scores, whole.scores)
+    temperature = None if wanted.original else case.params.temperature
+    assert_reference(found, case.edited, drawn.token_ids, wanted, temperature)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("original", [False, True], ids=["at temperature", "original"])
+@pytest.mark.parametrize("num_ranks, vocab", [(2, 515), (4, 601), (8, 33)])
+@pytest.mark.parametrize("kind", ["plain", "edit"])
+def test_ranks_have_the_token_and_the_logprobs_of_the_whole_vocabulary(place, kind, num_ranks, vocab, original):
+    """Of 33 ids, three ranks hold 16, 16 and 1, and the others none."""
+    case = make_case(5, vocab, place, kind, torch.float32, padding=5)
+    counts = torch.tensor([3, 0, 20, -1, 1], dtype=torch.int32, device=place)
+    assert_by_ranks(case, num_ranks, WantedLogprobs(20, counts, some_ids(5, 9, vocab, place), original))
+
+
+@pytest.mark.parametrize("wanted", [WantedLogprobs(), WantedLogprobs(3), WantedLogprobs(original=True)], ids=str)
+def test_ranks_may_be_asked_for_less(place, wanted):
+    assert_by_ranks(make_case(3, 131, place), 2, wanted)
+    ids = some_ids(1, 9, 131, place)
+    assert_by_ranks(make_case(3, 131, place), 2, wanted._replace(token_ids=ids))
+
+
+def equal_rows(device: torch.device) -> Case:
+    """Logits that are equal on all ranks, forbidden on all but one, and forbidden everywhere or no number."""
+    logits = torch.zeros(5, 160, device=device)
+    logits[1] = torch.arange(160, device=device) % 4
+    logits[2, :], logits[2, 150] = -INF, 2.0
+    logits[3, :], logits[3, [3, 90, 150]] = -INF, torch.tensor([1.0, float("nan"), INF], device=device)
+    logits[4, :] = -INF
+    row = torch.arange(5, device=device)
+    # A row of the identity takes a column of the weight: its logits, but for those that are not finite.
+    finite = logits.nan_to_num(0.0, 0.0, 0.0)
+    weight = torch.nn.functional.pad(finite.T, (0, 11)).contiguous()
+    allowed = logits > -INF
+    case = Case(torch.eye(16, device=device)[:5].contiguous(), LMHead(weight), BatchParams(0.5 + row, row, row))
+    return case.with_params(edits=LogitEdits(mask=pack_bits(allowed)))
+
+
+def test_ties_between_ranks_go_to_the_smaller_id_and_forbidden_ids_are_those_of_no_rank(place):
+    case = equal_rows(place)
+    wanted = WantedLogprobs(128, token_ids=torch.tensor([[0, 150, 159, -1]], device=place))
+    for num_ranks in (2, 4):
+        assert_by_ranks(case, num_ranks, wanted)
+        _, found = draw_by_ranks(case, num_ranks, wanted)
+        assert found.top.token_ids[0].tolist() == list(range(128))
+        assert found.top.token_ids[2, :4].tolist() == [150, 0, 1, 2]
+        assert found.of_tokens[4].isnan() and found.top.logprobs[4].isnan().all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("original", [False, True], ids=["at temperature", "original"])
+@pytest.mark.parametrize("kind", ["truncate", "edit+truncate"])
+def test_ranks_that_draw_some_rows_each_have_the_tokens_and_logprobs_of_one_that_draws_all(place, kind, original):
+    """Of five rows, a rank has two, another three, and the last none."""
+    case = make_case(5, 131, place, kind)
+    counts = torch.tensor([3, 0, 5, 5, 1], dtype=torch.int32, device=place)
+    wanted = WantedLogprobs(5, counts, some_ids(5, 9, 131, place), original)
+    head, records, parts = Head(case.head), [], []
+    logits = case.hidden @ case.head.weight.T
+    for start, stop in ((0, 2), (2, 5), (5, 5)):
+        params, rows = case.params.rows(start, stop), wanted.rows(start, stop, 5)
+        drawn, found = head.draw_from_logits_with_logprobs(logits[start:stop], params, rows)
+        record = drawn._replace(logprobs=found.of_tokens, log_mass=found.log_mass)
+        records.append(pack_record(record, start, 5))
+        parts.append(found.pack(start, 5))
+    merged = merge_records(torch.cat(records), return_logprob=True)
+    found = merge_parts(torch.stack(parts), wanted, merged.logprobs)
+    whole, _ = head.draw_with_logprobs(case.hidden, case.params, wanted)
+    assert torch.equal(merged.token_ids, whole.token_ids)
+    assert_reference(found, case.edited, merged.token_ids, wanted, None if original else case.params.temperature)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_ranks_have_the_logprobs_of_a_prompt_of_the_whole_vocabulary(place, num_ranks):
+    case = make_case(7, 515, place, padding=5)
+    tokens = some_ids(7, 3, 515, place)[:, 0].contiguous()
+    counts = torch.arange(7, dtype=torch.int32, device=place) - 1
+    heads = parts_of(case, num_ranks)
+    for wanted in (WantedLogprobs(5, counts, some_ids(7, 4, 515, place)), WantedLogprobs()):
+        parts = [head.logprobs_of(case.hidden, tokens, wanted, chunk_rows=3).pack(tokens=True) for head in heads]
+        assert_reference(merge_parts(torch.stack(parts), wanted), case.edited, tokens, wanted)
+
+
+def test_a_part_of_a_vocabulary_keeps_scratch_for_the_logprobs_of_all_its_batches(place, monkeypatch):
+    """A rank that found no memory in a step would leave the others alone."""
+    case = example(place)
+    head, _ = parts_of(case, 2)
+    head.grow(ROWS)
+    held = head.num_bytes
+    monkeypatch.setattr(paths, "Workspace", None)
+    head.reserve_logprobs(ROWS)
+    head.draw_with_logprobs(case.hidden, case.params, WantedLogprobs(3))
+    assert head.num_bytes == held
+
+
 # --- the public functions ---------------------------------------------------------------------------------------------
 
 
@@ -308,15 +440,12 @@ def test_what_is_wanted_and_does_not_fit_is_named(device, wanted, message):
 def test_rows_and_heads_that_do_not_fit_are_named(device):
     case = example(device)
     head, tokens = Head(case.head), case.params.seed % VOCAB
-    shard = Head(LMHead.of_rank(case.head.weight[:304].contiguous(), 0, 2, VOCAB))
     for call, message in (
         (lambda: head.logprobs_of(case.hidden[0], tokens, WantedLogprobs()), r"hidden has shape \(32,\)"),
         (lambda: head.logprobs_of(case.hidden[:, :16], tokens, WantedLogprobs()), r"hidden is \(9, 16\)"),
         (lambda: head.logprobs_of(case.hidden, tokens[:2], WantedLogprobs()), r"token_ids is \(2,\)"),
         (lambda: head.logprobs_of(case.hidden, tokens.int(), WantedLogprobs()), "token_ids is .*int32"),
         (lambda: head.logprobs_of(case.hidden, tokens, WantedLogprobs(), chunk_rows=0), "chunk_rows is 0; expected 1"),
-        (lambda: shard.logprobs_of(case.hidden, tokens, WantedLogprobs()), "the head is a shard of the vocabulary"),
-        (lambda: shard.draw_with_logprobs(case.hidden, case.params, WantedLogprobs()), "the head is a shard"),
         (lambda: head.draw_with_logprobs(case.hidden, None, WantedLogprobs()), "params is a NoneType"),
         (
             lambda: head.draw_with_logprobs(

@@ -33,7 +33,7 @@ EVERYWHERE |= {"draw_rescored_kernel", "reduce_splits_kernel", "pack_record_kern
 EVERYWHERE |= {"exchange_records_kernel", "tell_logits_kernel", "copy_rows_kernel", "follow_drafts_kernel"}
 EVERYWHERE |= {"gather_rows_kernel", "write_rows_kernel", "stage_rows_kernel"}
 EVERYWHERE |= {"summarize_logits_kernel", "top_logprobs_kernel"}
-EVERYWHERE |= {"gather_logprobs_kernel", "head_logprobs_kernel", "merge_top_logprobs_kernel"}
+EVERYWHERE |= {"gather_logprobs_kernel", "head_logprobs_kernel", "pack_logprobs_kernel", "merge_logprobs_kernel"}
 
 
 def printed_by(*arguments: object, path: str = ""):

@@ -137,6 +137,27 @@ def test_a_row_without_an_allowed_id_has_no_logprobs(device):
         assert got[:, 1].tolist() == [LOWEST_LOGPROB] * 2
 
 
+def test_the_log_mass_of_the_rows_is_that_of_the_largest_logprobs(device):
+    """And of a row whose ids are all forbidden."""
+    case = make_case(5, 131, device, "edit")
+    logits = case.raw.clone()
+    logits[1] = -float("inf")
+    rows = LogitRows(logits, case.head.spec, case.params)
+    own_mass = torch.zeros(5, 2, device=device)
+    gather_logprobs(rows, torch.zeros(1, 1, dtype=torch.int64, device=device), own_mass=own_mass)
+    assert torch.equal(own_mass, top_logprobs(rows, 1).log_mass) and own_mass[1].tolist() == [-float("inf"), 0.0]
+    known = RowSummary(log_mass=own_mass)
+    for ids, summary in ((torch.zeros(1, 0, dtype=torch.int64, device=device), None), (row_ids(rows), known)):
+        with pytest.raises(
+            ValueError, match=r"own_mass with \d ids; expected 1 or more, and no log_mass in the summary"
+        ):
+            gather_logprobs(rows, ids, summary=summary, own_mass=own_mass)
+
+
+def row_ids(rows: LogitRows) -> torch.Tensor:
+    return torch.arange(rows.num_rows, device=rows.logits.device)[:, None]
+
+
 def test_one_summary_serves_given_ids_and_the_largest_logprobs(device):
     logits, row = make_case(3, SUMMARY_IDS + 37, device).raw, torch.arange(3, device=device)
     rows = LogitRows(logits, LogitsSpec(SUMMARY_IDS + 37), BatchParams(0.5 + row / 2, row, row))

@@ -8,12 +8,15 @@ import pytest
 import torch
 from test_merge_ranks import as_output, make_records
 
+from sgl_flashsample.kernels.merge_logprobs import MAX_FIELDS
 from sgl_flashsample.kernels.merge_ranks import NUM_FIELDS, merge_records
 from sgl_flashsample.kernels.params import SampleOutput
 from sgl_flashsample.kernels.peer_memory import (
     PeerMemory,
     compile_exchanges,
+    copy_logprobs,
     copy_rows,
+    exchange_logprobs,
     exchange_records,
     exchange_rows,
     tell_logits,
@@ -85,6 +88,29 @@ def test_rows_of_logits_are_joined_from_all_ranks(device, num_ranks, rank, width
     assert torch.equal(exchange_rows(memory, 1, 2), torch.cat(list(parts[:, 1:3]), 1))
     for other in range(num_ranks):
         assert view(memory, other, memory.logits_flags, (num_ranks,), torch.int64)[rank] == 2
+
+
+@pytest.mark.parametrize("num_ranks, rank", [(1, 0), (2, 1), (3, 1)])
+def test_logprobs_of_all_ranks_are_joined_beside_their_logits(device, num_ranks, rank):
+    memory = make_memory(device, num_ranks, rank, width=48)
+    packed = torch.randn(num_ranks, MAX_ROWS, MAX_FIELDS, device=device)
+    memory.own_logits.fill_(3.0)
+    for other in range(num_ranks):
+        view(memory, other, memory.logprobs, (MAX_ROWS, MAX_FIELDS), torch.float32)[:] = packed[other]
+        view(memory, rank, memory.logits_flags, (num_ranks,), torch.int64)[other] = 2
+    assert torch.equal(memory.own_logprobs, packed[rank]) and (memory.own_logits == 3.0).all()
+    tell_logits(memory)
+    for num_rows, num_fields in ((3, 17), (MAX_ROWS, MAX_FIELDS), (0, 5)):
+        assert torch.equal(copy_logprobs(memory, num_rows, num_fields), packed[:, :num_rows, :num_fields])
+    assert torch.equal(exchange_logprobs(memory, 2, 5), packed[:, :2, :5])
+    for other in range(num_ranks):
+        assert view(memory, other, memory.logits_flags, (num_ranks,), torch.int64)[rank] == 2
+
+
+@pytest.mark.parametrize("num_rows, num_fields", [(MAX_ROWS + 1, 5), (3, MAX_FIELDS + 1), (3, 0)])
+def test_logprobs_that_do_not_fit_are_refused_by_name(device, num_rows, num_fields):
+    with pytest.raises(ValueError, match=f"{num_rows} rows of {num_fields} fields; expected at most 70 rows of"):
+        copy_logprobs(make_memory(device, 2, 0), num_rows, num_fields)
 
 
 def test_compiling_what_ranks_exchange_with_exchanges_nothing(device):

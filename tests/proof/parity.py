@@ -71,7 +71,7 @@ FEATURES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "seed": ({}, {}),  # another one for each row
 }
 TRUNCATIONS = {"top_k", "top_p", "min_p"}
-UNVERIFIED = {"frequency", "presence", "repetition", "min_new_tokens", "top_logprobs", "token_ids_logprobs"}
+UNVERIFIED = {"frequency", "presence", "repetition", "min_new_tokens"}
 MANY_LOGPROBS = {"return_logprob": True, "top_logprobs_num": 129}  # served by SGLang's sampler
 GREEDY_TOKENS, TOKENS = 10, 3
 ROWS = 48  # requests per cell

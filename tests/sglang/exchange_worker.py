@@ -12,6 +12,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import conftest  # noqa: F401  the interpreter's patches
@@ -19,7 +20,7 @@ import torch
 from head_states import Processor, make_head
 from kernel_cases import KINDS, Case, make_case
 
-from sgl_flashsample import sample
+from sgl_flashsample import Head, Logprobs, WantedLogprobs, sample
 from sgl_flashsample.kernels.params import BatchParams, SampleOutput
 from sgl_flashsample.kernels.peer_memory import PeerMemory
 from sgl_flashsample.sglang.draw import launch
@@ -28,6 +29,7 @@ from sgl_flashsample.sglang.head import HeadState
 
 CPU = torch.device("cpu")
 SHAPES = ((1, 401), (2, 32), (17, 401))  # rows, ids; of three ranks, the last one holds no id of 32
+TOP, GIVEN = 8, 9  # likeliest and given ids of each row
 TIMES = 3  # draws of a batch by memory, which is used again, at one position after the other
 
 
@@ -45,6 +47,25 @@ def wants_logprob(case: Case) -> bool:
 
 def params_of(case: Case, times: int) -> list[BatchParams]:
     return [dataclasses.replace(case.params, position=case.params.position + time) for time in range(times)]
+
+
+def wanted_of(case: Case) -> WantedLogprobs:
+    """In the batches of one row at temperature 1. The ids of a row are drawn with a seed; the last one is none."""
+    rows = len(case.hidden)
+    ids = torch.randint(case.head.vocab_size, (rows, GIVEN), generator=torch.Generator().manual_seed(rows))
+    ids[:, -1] = -1
+    counts = torch.arange(rows, dtype=torch.int32) % (TOP + 1)
+    return WantedLogprobs(TOP, TOP - counts, ids, original=rows == 1)
+
+
+def logprobs_of_whole(case: Case) -> Logprobs:
+    return Head(case.head).draw_with_logprobs(case.hidden, case.params, wanted_of(case))[1]
+
+
+def prompt_of(case: Case, head: Head) -> Logprobs:
+    """The logprobs of a prompt, whose tokens are its first given ids."""
+    wanted = wanted_of(case)
+    return head.logprobs_of(case.hidden, wanted.token_ids[:, 0].contiguous(), wanted, chunk_rows=2)
 
 
 def draw_whole(case: Case) -> list[SampleOutput]:
@@ -66,7 +87,17 @@ def shared_memory(folder: Path, exchange: Exchange, rows: int, width: int) -> Pe
     return PeerMemory(regions, exchange.rank, rows, width, torch.float32)
 
 
-def draw_in_group(exchange: Exchange, case: Case, multiple: int, folder: Path | None) -> list[SampleOutput]:
+class Answers(NamedTuple):
+    """The answers of a rank to a batch, JSON values. drawn: without further logprobs; found: with them, the logprobs of
+    the tokens, ids of the likeliest, their logprobs and those of given ids, for the first draw. prompt: the same,
+    without a draw; None where ranks exchange whole rows, and by memory."""
+
+    drawn: list[dict[str, list | None]]
+    found: list[dict[str, list]]
+    prompt: dict[str, list] | None
+
+
+def answers_in_group(exchange: Exchange, case: Case, multiple: int, folder: Path | None) -> Answers:
     """As a rank of a server: it has equally many rows of the weight as the others, a multiple of so many. folder: of
     memory that all ranks reach; None for collectives."""
     weight, vocab = case.head.weight, case.head.vocab_size
@@ -80,7 +111,30 @@ def draw_in_group(exchange: Exchange, case: Case, multiple: int, folder: Path | 
     state = HeadState(processor, make_head(weight), exchange=exchange)
     state.update(len(case.hidden))
     times = 1 if folder is None else TIMES
-    return [launch(state, case.hidden, params, wants_logprob(case)).out for params in params_of(case, times)]
+    drawn, found = [], []
+    for params in params_of(case, times):
+        drawn.append(as_lists(launch(state, case.hidden, params, wants_logprob(case)).out))
+        if found:
+            continue  # the exchange of before has left the memory to one without further logprobs
+        launched = launch(state, case.hidden, params, wanted_of(case))
+        assert launched.logprobs is not None and launched.rest is not None
+        ids, logprobs, of_ids = launched.rest.parts()
+        found.append(as_answer(launched.out.token_ids, launched.logprobs, ids, logprobs, of_ids))
+    prompt = None
+    if folder is None and not state.whole_rows:
+        merged = exchange.merge_prompt(prompt_of(case, state.head), wanted_of(case))
+        prompt = as_answer(wanted_of(case).token_ids[:, 0], *values_of(merged))
+    return Answers(drawn, found, prompt)
+
+
+def values_of(found: Logprobs) -> tuple[torch.Tensor, ...]:
+    assert found.top is not None and found.of_ids is not None
+    return found.of_tokens, found.top.token_ids, found.top.logprobs, found.of_ids
+
+
+def as_answer(token_ids: torch.Tensor, *values: torch.Tensor) -> dict[str, list]:
+    names = ("logprobs", "top ids", "top logprobs", "of ids")
+    return {"token_ids": token_ids.tolist(), **{name: one.tolist() for name, one in zip(names, values, strict=True)}}
 
 
 def as_lists(output: SampleOutput) -> dict[str, list | None]:
@@ -102,9 +156,9 @@ def main(rank: int, num_ranks: int, port: int, folder: Path) -> None:
     )
     exchange = Exchange(get_world_group())
     drawn = {
-        f"{name}, parts of a multiple of {multiple}, {'by memory' if shared else 'by collectives'}": [
-            as_lists(output) for output in draw_in_group(exchange, case, multiple, folder if shared else None)
-        ]
+        f"{name}, parts of a multiple of {multiple}, {'by memory' if shared else 'by collectives'}": answers_in_group(
+            exchange, case, multiple, folder if shared else None
+        )._asdict()
         for name, case in cases().items()
         for multiple in (16, 1)
         if multiple == 16 or name.startswith("plain")

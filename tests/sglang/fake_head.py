@@ -78,25 +78,15 @@ class FakeHead(Head):
         if hidden.is_cuda:
             return super().draw_with_logprobs(hidden, params, wanted)
         spec = self.lm_head.spec
-        logits = _edited(hidden.double() @ self.lm_head.weight.double().T, spec, params)
-        temperature = torch.ones_like(params.temperature) if wanted.original else params.temperature
-        drawn = _drawn_from(logits, params, not wanted.original)
-        of_tokens = gather_logprobs_ref(logits, drawn.token_ids[:, None], temperature)[:, 0].float()
-        top = None
-        if wanted.top:
-            ids, logprobs = top_logprobs_ref(logits, min(wanted.top, spec.vocab_size), temperature)
-            pad = (0, wanted.top - ids.shape[1])
-            ids = torch.nn.functional.pad(ids, pad, value=-1)
-            logprobs = torch.nn.functional.pad(logprobs.float(), pad, value=LOWEST_LOGPROB)
-            counts = torch.full((len(logits),), wanted.top) if wanted.counts is None else wanted.counts
-            inside = torch.arange(wanted.top) < counts[:, None]
-            logprobs = torch.where(inside, logprobs, LOWEST_LOGPROB)
-            top = TopLogprobs(torch.where(inside, ids, -1), logprobs, logprobs, None)
-        of_ids = None
-        if wanted.token_ids is not None:
-            ids = wanted.token_ids.expand(len(logits), -1)
-            of_ids = gather_logprobs_ref(logits, ids, temperature).float()
-        return drawn, Logprobs(of_tokens, top, of_ids)
+        return _drawn_with_logprobs(hidden.double() @ self.lm_head.weight.double().T, spec, params, wanted)
+
+    def draw_from_logits_with_logprobs(
+        self, logits: torch.Tensor, params: BatchParams, wanted: WantedLogprobs, *, vocab_size: int | None = None
+    ) -> tuple[SampleOutput, Logprobs]:
+        if logits.is_cuda:
+            return super().draw_from_logits_with_logprobs(logits, params, wanted, vocab_size=vocab_size)
+        spec = dataclasses.replace(self.lm_head.spec, vocab_size=vocab_size or self.lm_head.vocab_size)
+        return _drawn_with_logprobs(logits.double(), spec, params, wanted)
 
     def draw_from_logits(
         self,
@@ -145,6 +135,31 @@ class FakeHead(Head):
 def _drawn(dots: torch.Tensor, spec: LogitsSpec, params: BatchParams, return_logprob: bool) -> SampleOutput:
     """The reference's draw from ``[B, V]`` float64 products with the weight."""
     return _drawn_from(_edited(dots, spec, params), params, return_logprob)
+
+
+def _drawn_with_logprobs(
+    dots: torch.Tensor, spec: LogitsSpec, params: BatchParams, wanted: WantedLogprobs
+) -> tuple[SampleOutput, Logprobs]:
+    """The reference's draw, and the logprobs that are wanted."""
+    logits = _edited(dots, spec, params)
+    temperature = torch.ones_like(params.temperature) if wanted.original else params.temperature
+    drawn = _drawn_from(logits, params, not wanted.original)
+    of_tokens = gather_logprobs_ref(logits, drawn.token_ids[:, None], temperature)[:, 0].float()
+    top = None
+    if wanted.top:
+        ids, logprobs = top_logprobs_ref(logits, min(wanted.top, spec.vocab_size), temperature)
+        pad = (0, wanted.top - ids.shape[1])
+        ids = torch.nn.functional.pad(ids, pad, value=-1)
+        logprobs = torch.nn.functional.pad(logprobs.float(), pad, value=LOWEST_LOGPROB)
+        counts = torch.full((len(logits),), wanted.top) if wanted.counts is None else wanted.counts
+        inside = torch.arange(wanted.top) < counts[:, None]
+        logprobs = torch.where(inside, logprobs, LOWEST_LOGPROB)
+        top = TopLogprobs(torch.where(inside, ids, -1), logprobs, logprobs, None)
+    of_ids = None
+    if wanted.token_ids is not None:
+        ids = wanted.token_ids.expand(len(logits), -1)
+        of_ids = gather_logprobs_ref(logits, ids, temperature).float()
+    return drawn, Logprobs(of_tokens, top, of_ids)
 
 
 def _edited(dots: torch.Tensor, spec: LogitsSpec, params: BatchParams) -> torch.Tensor:

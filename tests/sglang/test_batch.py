@@ -315,9 +315,6 @@ def test_only_so_many_prompts_are_remembered():
 NO_LOGPROBS = (False, None, None, False)
 
 
-NO_GRAMMARS = types.SimpleNamespace(grammars=None)
-
-
 def route(batch: Batch, grammars=None, logprobs=NO_LOGPROBS, fuse_grammars: bool = True) -> Routing:
     return routing_of(batch, types.SimpleNamespace(grammars=grammars), *logprobs, fuse_grammars)
 
@@ -337,9 +334,9 @@ AT_TEMPERATURE = "greedy_logprob_at_temperature"
         ([TEMPERED, {}], None, (True, [0, 0], [None, None], False), (AT_TEMPERATURE, None)),
         ([GREEDY, {}], None, (True, [0, 0], [None, None], False), (None, None)),
         ([TEMPERED, TEMPERED], None, (True, None, None, False), (None, None)),
-        ([TEMPERED, {}], None, (True, [0, 2], [None, None], False), (AT_TEMPERATURE, "top_logprobs")),
-        ([TEMPERED, {}], None, (True, [0, 0], [None, []], False), (AT_TEMPERATURE, "token_ids_logprobs")),
-        ([BEAM, {}], None, (True, None, None, True), ("beam_search", "original_logprobs")),
+        ([TEMPERED, {}], None, (True, [0, 129], [None, None], False), (AT_TEMPERATURE, "top_logprobs")),
+        ([TEMPERED, {}], None, (True, [0, 0], [None, [1] * 257], False), (AT_TEMPERATURE, "token_ids_logprobs")),
+        ([BEAM, {}], None, (True, None, None, True), ("beam_search", None)),
     ],
 )
 def test_each_row_is_fused_unless_something_stands_against_that_row(rows, grammars, logprobs, reasons):
@@ -358,8 +355,8 @@ def test_each_row_is_fused_unless_something_stands_against_that_row(rows, gramma
         ([BEAM, {}], (True, [5, 5], None, False), ("beam_search", None)),
     ],
 )
-def test_rows_with_logprobs_beside_those_of_their_tokens_are_fused_where_the_head_has_them(rows, logprobs, reasons):
-    assert routing_of(make_batch(*rows), NO_GRAMMARS, *logprobs, True, fuse_logprobs=True).reasons == reasons
+def test_rows_with_logprobs_beside_those_of_their_tokens_are_fused_up_to_a_number(rows, logprobs, reasons):
+    assert route(make_batch(*rows), None, logprobs).reasons == reasons
 
 
 def test_rows_with_a_grammar_are_sglangs_once_grammars_cannot_be_fused():
@@ -369,16 +366,17 @@ def test_rows_with_a_grammar_are_sglangs_once_grammars_cannot_be_fused():
 
 
 def test_a_batch_that_stays_as_it_is_has_one_routing_for_all_its_steps():
-    batch, logprobs = make_batch({}, {}), (True, [0, 0], [None, [1]], False)
+    many = [1] * 257
+    batch, logprobs = make_batch({}, {}), (True, [0, 0], [None, many], False)
     first = route(batch, [None, object()], logprobs)
-    assert route(batch, None, (True, [0, 0], [None, [2]], False)) is first
+    assert route(batch, None, (True, [0, 0], [None, [2] * 257], False)) is first
     others = [
         route(batch, [object(), None], logprobs, fuse_grammars=False),
         route(batch, [None, object()], logprobs, fuse_grammars=False),
         route(batch, [None, object()], (True, None, None, False), fuse_grammars=False),
         route(batch, [None, object()], fuse_grammars=False),
-        route(batch, None, (True, [0, 1], [None, [1]], False)),
-        route(batch, None, (True, [0, 1], [None, None], False)),
+        route(batch, None, (True, [0, 129], [None, many], False)),
+        route(batch, None, (True, [0, 129], [None, None], False)),
         route(make_batch({}, {}), None, logprobs),
         route(batch),
     ]

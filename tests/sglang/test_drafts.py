@@ -452,7 +452,7 @@ def test_a_batch_that_sglang_verifies_has_greedy_drafts(server, head, hidden, in
         head.state.out_of_memory(3 * NODES)
     elif case == "no grammars":
         coupled.runtime.no_grammars_reason = "off"
-    coupled.load(info, top_logprobs=2 if case == "top logprobs" else 0, grammars=case == "no grammars")
+    coupled.load(info, top_logprobs=129 if case == "top logprobs" else 0, grammars=case == "no grammars")
     assert torch.equal(coupled.decode(states).argmax(-1), best)
     assert not coupled.drafts._rows.temperature.any(), "what graphs read that were captured already"
 

@@ -15,9 +15,12 @@ import exchange_worker
 import pytest
 import torch
 from head_states import Processor
+from kernel_cases import make_case
 from serving import needs_sglang
 
+from sgl_flashsample import Head, Logprobs, WantedLogprobs
 from sgl_flashsample.kernels.params import BatchParams, SampleOutput
+from sgl_flashsample.kernels.peer_memory import PeerMemory
 from sgl_flashsample.sglang import exchange as exchange_module
 from sgl_flashsample.sglang.exchange import Exchange, RankSync, bytes_received
 from sgl_flashsample.tools.server import free_port
@@ -65,8 +68,8 @@ def test_the_token_is_that_of_one_rank_with_the_whole_head_and_so_is_its_logprob
     none; of others, every rank draws from its part."""
     cases = exchange_worker.cases()
     whole = {name: exchange_worker.draw_whole(case) for name, case in cases.items()}
-    for name, each in answers[0]["drawn"].items():
-        of_case = name.rsplit(", ", 2)[0]
+    for name, answered in answers[0]["drawn"].items():
+        of_case, each = name.rsplit(", ", 2)[0], answered["drawn"]
         return_logprob = exchange_worker.wants_logprob(cases[of_case])
         assert len(each) == (exchange_worker.TIMES if "by memory" in name else 1)
         for got, want in zip(each, whole[of_case], strict=False):
@@ -75,6 +78,30 @@ def test_the_token_is_that_of_one_rank_with_the_whole_head_and_so_is_its_logprob
             for key in ("logprobs", "log_mass") if return_logprob else ():
                 values = torch.tensor(got[key])
                 torch.testing.assert_close(values, getattr(want, key), rtol=1e-5, atol=2e-4, equal_nan=True, msg=name)
+
+
+def assert_logprobs(got: dict, want: Logprobs, name: str) -> None:
+    values = dict(zip(("logprobs", "top ids", "top logprobs", "of ids"), exchange_worker.values_of(want), strict=True))
+    ids = values.pop("top ids")
+    assert got["top ids"] == ids.tolist(), name
+    for key, value in values.items():
+        torch.testing.assert_close(torch.tensor(got[key]), value, rtol=1e-5, atol=2e-4, equal_nan=True, msg=name)
+
+
+@needs_sglang
+@pytest.mark.full
+def test_logprobs_beside_the_tokens_are_those_of_one_rank_with_the_whole_head_and_change_no_token(answers):
+    """Of draws and of prompts."""
+    cases, prompts = exchange_worker.cases(), 0
+    for name, answered in answers[0]["drawn"].items():
+        case = cases[name.rsplit(", ", 2)[0]]
+        (got,) = answered["found"]
+        assert got["token_ids"] == answered["drawn"][0]["token_ids"], name
+        assert_logprobs(got, exchange_worker.logprobs_of_whole(case), name)
+        if answered["prompt"] is not None:
+            assert_logprobs(answered["prompt"], exchange_worker.prompt_of(case, Head(case.head)), name)
+            prompts += 1
+    assert prompts
 
 
 @pytest.mark.parametrize("attention", [False, True])
@@ -104,12 +131,80 @@ def test_the_bytes_of_a_step_are_those_of_its_collectives(num_ranks, num_rows):
     Exchange(group).merge(drawn)
     assert sum(received) == bytes_received(num_ranks, num_rows)
     received.clear()
+    wanted = WantedLogprobs(5, token_ids=torch.zeros(1, 3, dtype=torch.int64))
+    drawn = drawn._replace(log_mass=torch.zeros(num_rows, 2))
+    found = Logprobs.empty(wanted, num_rows, torch.device("cpu"))
+    Exchange(group).merge_with_logprobs(drawn, found, wanted)
+    assert sum(received) == bytes_received(num_ranks, num_rows, num_fields=2 + 3 * 5 + 3)
+    received.clear()
     logits = torch.zeros(num_rows, 48, dtype=torch.bfloat16)
     params = BatchParams(torch.ones(num_rows), *torch.zeros(2, num_rows, dtype=torch.int64))
     Exchange(group).draw_rows(
         logits, params, lambda rows, _: SampleOutput(*(None if part is None else part[: len(rows)] for part in drawn))
     )
     assert sum(received) == bytes_received(num_ranks, num_rows, part_bytes=96)
+
+
+@pytest.fixture
+def alone() -> Exchange:
+    """The exchange of one rank with itself, by collectives."""
+    group = types.SimpleNamespace(rank_in_group=0, world_size=1)
+    group._all_to_all_single = group._all_gather_into_tensor = lambda output, sent: output.copy_(sent)
+    return Exchange(group)
+
+
+def memory_of_one(max_rows: int, width: int) -> PeerMemory:
+    num_bytes = PeerMemory.num_bytes(1, max_rows, width, torch.float32)
+    padded = torch.zeros(num_bytes + 128, dtype=torch.uint8)
+    return PeerMemory([padded[-padded.data_ptr() % 128 :][:num_bytes]], 0, max_rows, width, torch.float32)
+
+
+WANTED = [
+    WantedLogprobs(3, token_ids=torch.tensor([[5, 90, -1]])),
+    WantedLogprobs(2, torch.tensor([2, 0, 1], dtype=torch.int32)),
+    WantedLogprobs(token_ids=torch.arange(300).repeat(3, 1)),  # more than memory has room for
+    WantedLogprobs(original=True),
+]
+
+
+@pytest.mark.parametrize("by_memory", [True, False])
+@pytest.mark.parametrize("wanted", WANTED, ids=["both", "likeliest", "given", "tokens"])
+def test_logprobs_of_one_rank_are_its_own_whether_rows_or_draws_are_exchanged(alone, device, by_memory, wanted):
+    if device.type != "cpu":
+        pytest.skip("one process has no group on a GPU")
+    case = make_case(3, 320, device, "truncate", torch.float32)
+    head = Head(case.head)
+    alone.memory = memory_of_one(3, 320) if by_memory else None
+    want, of_whole = head.draw_with_logprobs(case.hidden, case.params, wanted)
+
+    def draw(logits: torch.Tensor, params: BatchParams, wanted: WantedLogprobs) -> tuple[SampleOutput, Logprobs]:
+        return head.draw_from_logits_with_logprobs(logits, params, wanted)
+
+    for _ in range(2):  # the second one finds the memory as the first has left it
+        answers = [
+            alone.merge_with_logprobs(*head.draw_with_logprobs(case.hidden, case.params, wanted), wanted),
+            alone.draw_rows_with_logprobs(head.logits(case.hidden), case.params, wanted, draw),
+        ]
+        for drawn, found in answers:
+            assert torch.equal(drawn.token_ids, want.token_ids)
+            torch.testing.assert_close(found.of_tokens, of_whole.of_tokens, rtol=0, atol=1e-5)
+            assert (found.top is None) is (of_whole.top is None) and (found.of_ids is None) is (of_whole.of_ids is None)
+            if found.top is not None:
+                assert torch.equal(found.top.token_ids, of_whole.top.token_ids)
+                torch.testing.assert_close(found.top.logprobs, of_whole.top.logprobs, rtol=0, atol=1e-5)
+            if found.of_ids is not None:
+                torch.testing.assert_close(found.of_ids, of_whole.of_ids, rtol=0, atol=1e-5)
+
+
+def test_the_logprobs_of_a_prompt_are_exchanged_for_some_rows_at_a_time(alone, monkeypatch):
+    gathered = []
+    gather = alone._gathered
+    monkeypatch.setattr(exchange_module, "MAX_PROMPT_ROWS", 4)
+    monkeypatch.setattr(alone, "_gathered", lambda packed: gathered.append(len(packed)) or gather(packed))
+    found = Logprobs(-torch.arange(9.0), None, -torch.arange(18.0).view(9, 2), torch.zeros(9, 2))
+    merged = alone.merge_prompt(found, WantedLogprobs(token_ids=torch.zeros(9, 2, dtype=torch.int64)))
+    assert gathered == [4, 4, 1]
+    assert torch.equal(merged.of_tokens, found.of_tokens) and torch.equal(merged.of_ids, found.of_ids)
 
 
 def test_ranks_that_others_may_join_while_they_run_agree_on_nothing(server_config, pretend, monkeypatch):

@@ -13,15 +13,16 @@ from typing import Any
 import pytest
 import torch
 from fake_head import Script
-from head_states import VOCAB, Processor, hidden_states, make_state, metadata_of, serve
+from head_states import VOCAB, Processor, hidden_states, make_head, make_state, metadata_of, serve, weights
 from sglang_batches import make_samplers
 
-from sgl_flashsample import paths
+from sgl_flashsample import Head, LMHead, Logprobs, WantedLogprobs, paths
+from sgl_flashsample.logprobs import merge_parts
 from sgl_flashsample.sglang import hooks, versions
 from sgl_flashsample.sglang.head import HeadState
 from sgl_flashsample.sglang.lazy_logits import LazyLogits
 from sgl_flashsample.sglang.prompt_logprobs import MAX_GIVEN_VALUES, PromptHooks
-from sgl_flashsample.sglang.runtime import Runtime
+from sgl_flashsample.sglang.runtime import RankError, Runtime
 from sgl_flashsample.sglang.step_graphs import RETRY_SECONDS
 
 FORWARD, PREPARE = versions.PROMPT_TARGETS
@@ -315,8 +316,8 @@ def test_the_most_likeliest_ids_that_we_read_are_128(prompts, state, script):
     assert script.prompts[0].top == 128
 
 
-def share_head(given: types.SimpleNamespace) -> None:
-    given.state.exchange = types.SimpleNamespace(num_ranks=2)
+def share_unevenly(given: types.SimpleNamespace) -> None:
+    given.state.exchange, given.state.whole_rows = types.SimpleNamespace(num_ranks=2), True
 
 
 def draft(given: types.SimpleNamespace) -> None:
@@ -336,12 +337,71 @@ def hide_processor(given: types.SimpleNamespace) -> None:
     given.prefill.arguments["get_logits_fn"] = lambda *arguments, **options: None
 
 
-@pytest.mark.parametrize("change", [share_head, draft, switch_off, leave, hide_processor])
-def test_a_head_that_we_do_not_serve_alone_is_sglangs(prompts, runtime, state, script, monkeypatch, change):
+@pytest.mark.parametrize("change", [share_unevenly, draft, switch_off, leave, hide_processor])
+def test_a_head_that_we_do_not_serve_is_sglangs(prompts, runtime, state, script, monkeypatch, change):
     prefill = Prefill(state, [Part(4, 0)])
     monkeypatch.setattr(runtime, "_prepare", lambda *arguments, **options: "no LogitsProcessor")
     change(types.SimpleNamespace(runtime=runtime, state=state, prefill=prefill))
     assert read(prompts, prefill) is STOCK and not script.prompts
+
+
+class Other:
+    """The exchange of the first of two ranks in this process. It asks the other one where the first has its answer.
+    fails: raised in the place of an answer."""
+
+    rank, num_ranks, fails = 0, 2, False
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        self.head = Head(LMHead.of_rank(weight, 1, 2, VOCAB))
+        self.asked: tuple = ()
+
+    def merge_prompt(self, found: Logprobs, wanted: WantedLogprobs) -> Logprobs:
+        if self.fails:
+            raise torch.OutOfMemoryError("no memory")
+        parts = [found, self.head.logprobs_of(*self.asked, wanted)]
+        return merge_parts(torch.stack([part.pack(tokens=True) for part in parts]), wanted)
+
+
+@pytest.fixture
+def first_of_two(runtime, device) -> HeadState:
+    """The first of two ranks that share a head."""
+    weight = torch.nn.functional.pad(weights(device, dtype=torch.float32), (0, 0, 0, 32))  # 320 ids each
+    lm_head = make_head(weight)
+    state = HeadState(PromptProcessor(), make_head(weight[:320]), exchange=Other(weight[320:].contiguous()))
+    of_head = state.head.logprobs_of
+
+    def noted(hidden: torch.Tensor, targets: torch.Tensor, wanted: WantedLogprobs) -> Logprobs:
+        state.exchange.asked = hidden, targets
+        return of_head(hidden, targets, wanted)
+
+    state.head.logprobs_of = noted
+    serve(runtime, state)
+    state.whole = lm_head
+    return state
+
+
+def test_ranks_that_share_a_head_read_prompts_together(prompts, first_of_two):
+    """With given ids and targets of both ranks, and the likeliest ids of both."""
+    sequences = [Part(5, 0, 9, HIGH), Part(4, 4), Part(3, 1, 0, LOW)]
+    prefill = Prefill(first_of_two, sequences)
+    prefill.state = types.SimpleNamespace(lm_head=first_of_two.whole)
+    result, lazy = read(prompts, prefill)
+    want = prefill.logprobs
+    of_tokens = want.gather(1, prefill.targets[:, None])[:, 0]
+    torch.testing.assert_close(result.token_logprobs.double(), of_tokens, atol=2e-5, rtol=0)
+    values, ids = want[:5].topk(9)
+    assert {id // 320 for id in ids.flatten().tolist()} == {0, 1}
+    assert list(result.top_logprobs_idx[0]) == ids.tolist()
+    torch.testing.assert_close(torch.tensor(list(result.top_logprobs_val[0])).double(), values.cpu(), atol=2e-5, rtol=0)
+    torch.testing.assert_close(result.token_ids_logprobs_val[0].double(), want[:5, HIGH].cpu(), atol=2e-5, rtol=0)
+    torch.testing.assert_close(result.token_ids_logprobs_val[2].double(), want[5:, LOW].cpu(), atol=2e-5, rtol=0)
+    assert type(lazy) is LazyLogits and len(lazy) == 3
+
+
+def test_a_rank_that_fails_at_a_prompt_ends_instead_of_leaving_the_others_alone(prompts, first_of_two):
+    first_of_two.exchange.fails = True
+    with pytest.raises(RankError, match=r"sampling failed on rank 0 .*: OutOfMemoryError: no memory"):
+        read(prompts, Prefill(first_of_two, [Part(4, 0)]))
 
 
 def test_a_capture_of_the_model_is_sglangs(prompts, state, script, pretend_gpu):

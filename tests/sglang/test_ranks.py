@@ -35,12 +35,14 @@ from sglang_batches import request
 
 from sgl_flashsample.kernels.params import SampleOutput
 from sgl_flashsample.kinds import SamplingPath
+from sgl_flashsample.logprobs import Logprobs, WantedLogprobs
 from sgl_flashsample.sglang.batch import GrammarError, check_mask, grammar_mask
 from sgl_flashsample.sglang.draw import draw
 from sgl_flashsample.sglang.exchange import RankSync
 from sgl_flashsample.sglang.head import HeadState
 from sgl_flashsample.sglang.hooks import StepHooks
 from sgl_flashsample.sglang.lazy_logits import LazyLogits
+from sgl_flashsample.sglang.logprobs import AskedLogprobs
 from sgl_flashsample.sglang.runtime import RankError, Runtime
 from sgl_flashsample.sglang.step_graphs import PATIENCE
 from sgl_flashsample.tools.server import free_port
@@ -339,6 +341,37 @@ def test_each_step_is_exchanged_whether_launched_or_replayed():
         draw(lazy, step)
     replays = state._capture.replays
     assert replays and len(merged) == steps + len(state._capture.graphs), "a capture here draws once more than on a GPU"
+
+
+@pytest.mark.parametrize("kind", ["plain", "truncated"])
+def test_logprobs_beside_the_tokens_are_exchanged_whether_launched_or_replayed(kind):
+    """Truncated rows are drawn whole, with their logprobs. What is merged is delivered."""
+    state, merged = make_state(CPU, capture=CountingCapture(), script=Script()), []
+
+    def merge(drawn: SampleOutput, found: Logprobs, wanted: WantedLogprobs) -> tuple[SampleOutput, Logprobs]:
+        merged.append(wanted)
+        return drawn, found._replace(of_tokens=found.of_tokens - 1.0)
+
+    memory = types.SimpleNamespace(own_logits=torch.empty(RANK_ROWS, len(state.lm_head.weight)))
+    exchange = types.SimpleNamespace(memory_for=lambda num_rows: memory, num_ranks=1, rank=0)
+    exchange.merge_with_logprobs = merge
+    exchange.draw_rows_with_logprobs = lambda logits, params, wanted, draw: merge(*draw(logits, params, wanted), wanted)
+    batch, _ = rank_batches()[kind == "truncated"]
+    state.update(RANK_ROWS)
+    lazy, steps = lazy_of(state), 8
+    asked = AskedLogprobs.of((), [3, 0, 1, 5][:RANK_ROWS], None, False)
+    step = step_of(batch, torch.arange(RANK_ROWS), None, True, asked=asked)
+    want = draw(lazy, step)
+    state.exchange, state.graphs = exchange, None
+    for _ in range(steps):
+        got = draw(lazy, step)
+        assert torch.equal(got.token_ids, want.token_ids)
+        torch.testing.assert_close(got.logprobs, want.logprobs - 1.0)
+        for one, other in zip(got.rest.parts(), want.rest.parts(), strict=True):
+            torch.testing.assert_close(one, other)
+    replays = state._capture.replays
+    assert replays and len(merged) == steps + len(state._capture.graphs)
+    assert {(wanted.top, tuple(wanted.counts.tolist())) for wanted in merged} == {(8, (3, 0, 1, 5))}
 
 
 @pytest.mark.parametrize("kind", ["plain", "truncated"])

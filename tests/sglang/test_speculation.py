@@ -31,6 +31,7 @@ SETTINGS = [
     {"temperature": 1.0, "min_p": 0.3, "sampling_seed": 5},
 ]
 ROWS = len(SETTINGS)
+LISTS = ("next_token_top_logprobs_val", "next_token_top_logprobs_idx", "next_token_token_ids_logprobs_val")
 
 
 @pytest.fixture
@@ -166,12 +167,12 @@ def test_rows_gain_what_their_nodes_draw_along_sglangs_own_walk(hooks, head, inf
     assert hooks.runtime.inactive_reason is None
 
 
-@pytest.mark.parametrize("edited", [False, True])
+@pytest.mark.parametrize("edited, top", [(False, None), (True, None), (False, [3, 2, 0])])
 def test_steps_are_replayed_wherever_their_positions_are_and_whichever_requests_they_have(
-    hooks, info_of, hidden, device, edited
+    hooks, info_of, hidden, device, edited, top
 ):
-    """SGLang's graph has two rows of padding, and a slot for each request, not for each node. With a bias too, which
-    all nodes of a row share: then the requests stay, as the bias of others is at another place."""
+    """SGLang's graph has two rows of padding, and a slot for each request, not for each node. With likeliest ids too;
+    with a bias, which all nodes of a row share: then the requests stay, as the bias of others is at another place."""
     parents, num_rows, steps, padding = CHAIN[:2], 3, PATIENCE + 5, 2
     head = CountingHead(device, capture=(capture := CountingCapture(device)))
     captured = hidden(num_rows * len(parents) + padding)
@@ -190,13 +191,21 @@ def test_steps_are_replayed_wherever_their_positions_are_and_whichever_requests_
         drawn = draws(head, states, len(parents), positions, settings[turn])
         drafts = good_drafts(drawn.token_ids, parents, seed=step)
         lazy = head.lazy(captured, captured)[:-padding]
-        verify_input, batch, output = verification(infos[turn], lazy, parents, drafts, return_logprob=True)
+        verify_input, batch, output = verification(
+            infos[turn], lazy, parents, drafts, return_logprob=True, top_logprobs_nums=top
+        )
+        vars(output).update(dict.fromkeys((*LISTS, "next_token_token_ids_logprobs_idx")))
         verify_input.positions = positions
         predict, _, accepted = hooks.eagle_sample(Original(), verify_input, batch, output)
         assert torch.equal(predict.long(), drawn.token_ids)
         hooks.compute_logprobs(None, batch, output, predict, accept_index=accepted)
         want = drawn.logprobs[accepted.clamp(min=0).long()]
         torch.testing.assert_close(output.next_token_logprobs, want, rtol=1e-5, atol=1e-5)
+        if top is not None:
+            likeliest = head.logits(states).topk(3).indices
+            for place, node in enumerate(accepted.reshape(-1).tolist()):
+                ids = output.next_token_top_logprobs_idx[place].tolist()
+                assert node < 0 or ids == likeliest[node, : top[node // len(parents)]].tolist()
     assert capture.replays == head.state.counts.replayed == steps - PATIENCE
     assert (head.state.counts.launched, head.state.counts.late_captures) == (PATIENCE, 2)
 
@@ -287,6 +296,74 @@ def test_penalties_bias_and_masks_of_nodes_are_sglangs_and_so_are_the_logprobs_o
     torch.testing.assert_close(got[on_path].double(), want[accepted[on_path].long()], rtol=1e-5, atol=1e-5)
 
 
+def logprobs_by_sglang(batch, logits: torch.Tensor, predict: torch.Tensor, nodes: torch.Tensor, original: bool):
+    """A LogitsProcessorOutput with SGLang's own logprobs after a verification, of edited logits."""
+    from sglang.srt.environ import envs
+    from sglang.srt.layers import logprob_processor
+
+    output = types.SimpleNamespace(next_token_logits=logits, next_token_token_ids_logprobs_idx=None)
+    vars(output).update(dict.fromkeys(LISTS))
+    with envs.SGLANG_RETURN_ORIGINAL_LOGPROB.override(original):
+        if hasattr(logprob_processor, "compute_spec_logprobs"):
+            logprob_processor.compute_spec_logprobs(batch, output, predict, accept_index=nodes)
+        else:
+            logprob_processor.compute_spec_v2_logprobs(batch, output, predict, nodes, nodes.shape[1] - 1)
+    return output
+
+
+@pytest.mark.parametrize("original", [False, True], ids=["at temperature", "original"])
+@pytest.mark.parametrize(
+    "top, ids",
+    [([0, 2, 9, 1, 5], [None, [1, 7, 7], [], [9], None]), (None, [[3], None, None, None, [0]]), ([5] * ROWS, None)],
+    ids=["both", "given ids", "top"],
+)
+def test_logprobs_of_accepted_nodes_are_those_that_sglang_lists_and_change_no_token(
+    hooks, head, info_of, hidden, top, ids, original
+):
+    """In lists with an entry per place of ``accept_index``; after the accepted nodes these have any values."""
+    nodes = len(TREE)
+    states = hidden(ROWS * nodes)
+    positions = 7 + DraftTree.from_parents(TREE, states.device).depth.repeat(ROWS)
+    unedited = draws(head, states, nodes, positions).token_ids
+    info, mask = edited_case(info_of, states, nodes, unedited[::nodes])
+    logits = edited_logits(head, states, info, mask, nodes)
+    hooks.runtime.settings.original_logprobs = original
+    outputs, tokens = [], []
+    for asks in (True, False):
+        changes = {"top_logprobs_nums": top, "token_ids_logprobs": ids} if asks else {}
+        drafts = good_drafts(unedited, TREE)
+        arguments = verification(info, head.lazy(states), TREE, drafts, return_logprob=True, **changes)
+        verify_input, batch, output = arguments
+        vars(output).update(dict.fromkeys((*LISTS, "next_token_token_ids_logprobs_idx")))
+        original_call = Original()
+        predict, num_tokens, accepted = hooks.eagle_sample(original_call, verify_input, batch, output, mask)
+        assert original_call.calls == [] and head.computed == []
+        hooks.compute_logprobs(None, batch, output, predict, accept_index=accepted)
+        outputs.append((batch, output, predict, accepted))
+        tokens.append((predict.tolist(), num_tokens.tolist(), accepted.tolist()))
+    assert tokens[0] == tokens[1]
+    batch, output, predict, accepted = outputs[0]
+    want = logprobs_by_sglang(batch, logits, predict, accepted, original)
+    on_path = accepted.reshape(-1) >= 0
+    torch.testing.assert_close(
+        output.next_token_logprobs.reshape(-1)[on_path],
+        want.next_token_logprobs.reshape(-1)[on_path],
+        atol=1e-4,
+        rtol=0,
+    )
+    for name in LISTS:
+        mine, theirs = getattr(output, name), getattr(want, name)
+        assert (mine is None) is (theirs is None), name
+        for place, (one, other) in enumerate(zip(mine or (), theirs or (), strict=True)):
+            if on_path[place]:
+                least = -1e30  # SGLang's clamp, and ours, of forbidden ids
+                # SGLang 0.5.17 has a list for a row without given ids.
+                lists = (one.tolist(), other.tolist() if torch.is_tensor(other) else other)
+                values = [[max(value, least) for value in entry] for entry in lists]
+                assert values[0] == pytest.approx(values[1], abs=1e-4), (name, place)
+    assert output.next_token_token_ids_logprobs_idx == want.next_token_token_ids_logprobs_idx
+
+
 def test_logprobs_that_were_not_drawn_are_sglangs(hooks):
     calls = []
     output = types.SimpleNamespace()
@@ -375,7 +452,7 @@ LEFT: dict[str, tuple[tuple, Callable, Reason]] = {
     "no memory": (TWO, lambda case: setattr(case.script, "error", torch.OutOfMemoryError("")), Reason.OUT_OF_MEMORY),
     "top logprobs": (
         TWO,
-        lambda case: vars(case.batch).update(return_logprob=True, top_logprobs_nums=[0, 2]),
+        lambda case: vars(case.batch).update(return_logprob=True, top_logprobs_nums=[0, 129]),
         Reason.TOP_LOGPROBS,
     ),
     "a sampling mask": (({}, {"mask": True}), lambda case: None, Reason.SAMPLING_MASK),
