@@ -18,7 +18,15 @@ from .head import STAGED_ROWS, HeadState
 from .lazy_logits import LazyLogits
 from .logprobs import AskedLogprobs, PackedLogprobs
 from .row_table import TOP_K_BOUNDS, RowTable
-from .step_graphs import Drawn, EditPlaces, Launched, NextBatch, StepGraphs, can_be_captured
+from .step_graphs import (
+    MAX_PREPARED_BYTES,
+    Drawn,
+    EditPlaces,
+    Launched,
+    NextBatch,
+    StepGraphs,
+    can_be_captured,
+)
 
 logger = logging.getLogger("sgl_flashsample")
 
@@ -30,7 +38,6 @@ COMMON_KINDS = (
     DrawKind(True, None, False, False),
 )
 FULL_STEP_SECONDS = 0.5  # between two steps that follow the model and the life of the screen
-MAX_PREPARED_BYTES = 100 << 20  # device memory that graphs captured ahead may take
 PREPARES_NOTHING = "flashsample: CUDA graphs of the sampling step are captured in steps, not ahead: %s"
 
 

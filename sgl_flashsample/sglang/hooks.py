@@ -52,6 +52,7 @@ from . import versions
 from .batch import BATCH_ATTRIBUTE, PREPROCESS_ATTRIBUTE, REASON_ATTRIBUTE, SLOTS_ATTRIBUTE, Batch, batch_of
 from .drafts import Drafts
 from .lazy_logits import LazyLogits, plain
+from .logits_graphs import CapturedLogits
 from .row_table import Reason
 from .runtime import RankError, Runtime
 from .settings import NotActiveError, refuse_to_start
@@ -108,11 +109,18 @@ class StepHooks:
         if state is None:
             return original(processor, hidden_states, lm_head, logits_metadata, embedding_bias, use_logits_buffer)
 
-        def compute(hidden: Any) -> Any:
+        def launches(hidden: Any) -> Any:
             return original(processor, hidden, lm_head, logits_metadata, None, False)
 
+        def launches_of_all() -> Any:
+            return original(processor, hidden_states, lm_head, logits_metadata, None, True)
+
+        compute: Callable[[Any], Any] = launches
         is_captured = self.runtime.captures_model(processor, state, hidden_states, logits_metadata)
         captured, mode = hidden_states if is_captured else None, logits_metadata.forward_mode
+        if captured is not None and state.captured.get(captured.shape[0]) is captured:
+            place = getattr(logits_metadata, "next_token_logits_buffer", None)
+            compute = CapturedLogits(state, captured, launches, launches_of_all, place)
         prefills = mode.is_extend() and not mode.is_target_verify()
         lazy = LazyLogits(hidden_states, processor.vocab_size, state, compute, captured, prefills)
         self.runtime.metrics.scheduling_seconds += time.perf_counter() - started

@@ -651,7 +651,7 @@ def test_other_kinds_are_captured_in_steps(ahead):
 def test_captures_ahead_stop_at_their_share_of_memory(ahead, monkeypatch):
     """The graphs of each kind take a third of it, and a byte more."""
     third, graphs = draw_module.MAX_PREPARED_BYTES // 3 + 1, ahead.drawing.capture.graphs
-    monkeypatch.setattr(step_graphs, "_free_bytes", lambda device: (1 << 40) - third * (len(graphs) // SLOTS))
+    monkeypatch.setattr(step_graphs, "free_bytes", lambda device: (1 << 40) - third * (len(graphs) // SLOTS))
     ahead.idle()
     assert list(dict.fromkeys(ahead.captured)) == [(4, kind) for kind in COMMON_KINDS[:3]]
     assert ahead.drawing.state.status["graph_bytes"] == 3 * third
