@@ -227,7 +227,8 @@ class Head:
 
         The batch takes a GEMM, and its logits, ``[B, V]``, are kept for the readers in scratch of the head. Logprobs
         are those of the edited logits before truncation, at the temperature of the draw, 1 on greedy rows;
-        ``wanted.original``: 1 on all. ``SampleOutput.logprobs`` and ``log_mass`` are None then. Never synchronises.
+        ``wanted.original``: 1 on all; or at ``wanted.temperature``. ``SampleOutput.logprobs`` and ``log_mass`` are None
+        with either. Never synchronises.
         Raises ValueError as ``draw``, for another ``top`` than 0 to 128, and for a head that is a shard of the
         vocabulary.
         """

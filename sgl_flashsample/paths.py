@@ -8,6 +8,7 @@ the caller both allow that.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from typing import NamedTuple
 
 import torch
@@ -116,7 +117,7 @@ def launch_with_logprobs(
     head, num_rows = parts.lm_head, max(1, hidden.shape[0])
     head.check(hidden)
     wanted.check(hidden.shape[0], hidden)
-    workspace, known = parts.workspace, not wanted.original
+    workspace, known = parts.workspace, wanted.are_of_draw
     if draws_in_host_memory(hidden.device):
         logits = compute_logits(hidden, head, workspace or Workspace(1, hidden.device))
         drawn = sample_on_cpu(logits, head.spec, params, return_logprob=known)
@@ -136,6 +137,8 @@ def launch_with_logprobs(
             workspace=workspace,
             truncation_config=parts.truncation_config,
         )
+    if wanted.temperature is not None:
+        params = dataclasses.replace(params, temperature=wanted.temperature)
     rows = LogitRows(logits, head.spec, params, original=wanted.original, workspace=scratch)
     return drawn, read_logprobs(rows, drawn.token_ids, wanted, drawn if known else None)
 

@@ -245,7 +245,7 @@ class Routing:
     flags: dict[tuple, tuple[torch.Tensor, torch.Tensor]] = dataclasses.field(default_factory=dict)
     contests: dict[int, torch.Tensor] = dataclasses.field(default_factory=dict)
     _part: Part | None = None
-    _asked: tuple[Any, Any, bool, AskedLogprobs | None] = (None, None, False, None)
+    _asked: tuple[Any, Any, bool, Any, AskedLogprobs | None] = (None, None, False, None, None)
 
     @classmethod
     def whole(cls, reason: Reason, num_rows: int) -> Routing:
@@ -284,13 +284,22 @@ class Routing:
             self._part = Part(edits, masked, sum(row.truncated for row in rows))
         return self._part
 
-    def asked(self, top: list[int] | None, ids: list | None, original: bool) -> AskedLogprobs | None:
-        """The logprobs that the fused rows ask for beside those of their tokens. SGLang has other lists where a batch
-        has other rows."""
-        last_top, last_ids, last_original, asked = self._asked
-        if last_top is not top or last_ids is not ids or last_original is not original:
-            asked = AskedLogprobs.of(self.native, top, ids, original)
-            self._asked = top, ids, original, asked
+    def asked(
+        self, top: list[int] | None, ids: list | None, original: bool, temperatures: torch.Tensor | None = None
+    ) -> AskedLogprobs | None:
+        """The logprobs that the fused rows ask for beside those of their tokens. SGLang has other lists, and another
+        tensor of temperatures, where a batch has other rows. temperatures: ``[B, 1]`` float32, of the logprobs, where
+        the draw has others."""
+        last_top, last_ids, last_original, last_temperatures, asked = self._asked
+        if (
+            last_top is not top
+            or last_ids is not ids
+            or last_original is not original
+            or last_temperatures is not temperatures
+        ):
+            flat = None if temperatures is None else temperatures.reshape(-1)
+            asked = AskedLogprobs.of(self.native, top, ids, original, flat)
+            self._asked = top, ids, original, temperatures, asked
         return asked
 
     @functools.cached_property
@@ -308,18 +317,19 @@ def routing_of(
     original_logprobs: bool,
     fuse_grammars: bool,
     fuse_logprobs: bool = False,
+    vocab_size: int = MAX_TOP_LOGPROBS,
 ) -> Routing:
     """The routing of this step. Where every row is fused, it is found without a loop over the rows. Otherwise the steps
     of a batch whose rows do not change share one routing: everything else that it depends on is compared here.
-    fuse_logprobs: the head draws with logprobs beside those of the tokens."""
+    fuse_logprobs: the head, of so many ids, draws with logprobs beside those of the tokens. A request for the likeliest
+    of more ids than there are is SGLang's: its sampler ends the server."""
     grammars = (sampling_info.grammars or ()) if not fuse_grammars else ()
     top = (top_logprobs_nums or ()) if return_logprob else ()
     ids = (token_ids_logprobs or ()) if return_logprob else ()
     mix = batch.mix
-    most_top, most_ids = (MAX_TOP_LOGPROBS, MAX_GIVEN_IDS) if fuse_logprobs else (0, -1)
+    most_top, most_ids = (min(MAX_TOP_LOGPROBS, vocab_size), MAX_GIVEN_IDS) if fuse_logprobs else (0, -1)
     original_logprobs = original_logprobs and return_logprob
-    # Original logprobs are at temperature 1 in every row, wherever it has another.
-    tempered = return_logprob and mix.has_other_logprobs and not (original_logprobs and fuse_logprobs)
+    tempered = return_logprob and mix.has_other_logprobs and not fuse_logprobs
     lengths = () if not ids or ids.count(None) == len(ids) else tuple(-1 if one is None else len(one) for one in ids)
     if not (
         mix.is_native

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
+from collections.abc import Hashable
 from typing import Any, NamedTuple
 
 import torch
@@ -163,7 +164,7 @@ def _draw(lazy: LazyLogits, step: Step) -> Drawn:
             padded,
             kind,
             edits,
-            step.return_logprob if asked is None or wanted is None else (asked.layout, *map(_place_of, wanted[1:3])),
+            step.return_logprob if asked is None or wanted is None else _layout_of(asked, wanted),
             table.lines if gathers else None,
             None if needs_more else mix,
             staged,
@@ -210,8 +211,10 @@ def _launches(
     return launch(state, padded, params_of(state, kind, edits, rows), logprobs, retry=False)
 
 
-def _place_of(tensor: torch.Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
+def _layout_of(asked: AskedLogprobs, wanted: WantedLogprobs) -> Hashable:
+    """The facts of these logprobs that the launches of a graph depend on: where it reads what is told, too."""
+    places = wanted.counts, wanted.token_ids, wanted.temperature
+    return asked.layout, *(None if one is None else one.data_ptr() for one in places)
 
 
 def gather(state: HeadState, step: Step, rows: int) -> None:

@@ -118,9 +118,10 @@ class StepHooks:
         compute: Callable[[Any], Any] = launches
         is_captured = self.runtime.captures_model(processor, state, hidden_states, logits_metadata)
         captured, mode = hidden_states if is_captured else None, logits_metadata.forward_mode
-        if captured is not None and state.captured.get(captured.shape[0]) is captured:
+        ends_step = is_captured and state.captured.get(hidden_states.shape[0]) is hidden_states
+        if ends_step:
             place = getattr(logits_metadata, "next_token_logits_buffer", None)
-            compute = CapturedLogits(state, captured, launches, launches_of_all, place)
+            compute = CapturedLogits(state, hidden_states, launches, launches_of_all, place)
         prefills = mode.is_extend() and not mode.is_target_verify()
         lazy = LazyLogits(hidden_states, processor.vocab_size, state, compute, captured, prefills)
         self.runtime.metrics.scheduling_seconds += time.perf_counter() - started

@@ -147,6 +147,7 @@ class FlashSampler(Sampler):
             call.top_logprobs_nums,
             call.token_ids_logprobs,
             fuse_logprobs=lazy.source.exchange is None,
+            vocab_size=lazy.shape[1],
         )
         if routing.native and not routing.all_native and runtime.no_mixing_reason is not None:
             raise Unserved(Reason.ERROR)
@@ -175,7 +176,10 @@ class FlashSampler(Sampler):
             asked = None
             if call.return_logprob and lazy.source.exchange is None:
                 original = runtime.settings.original_logprobs
-                asked = routing.asked(call.top_logprobs_nums, call.token_ids_logprobs, original)
+                # Original logprobs are at temperature 1 in every row, wherever it has another.
+                tempered = batch.mix.has_other_logprobs and not original
+                temperatures = call.sampling_info.temperatures if tempered else None
+                asked = routing.asked(call.top_logprobs_nums, call.token_ids_logprobs, original, temperatures)
             drawn = draw(lazy, Step(batch, slots, call.positions, edits, call.return_logprob, asked=asked))
         except GrammarError as error:  # its rows are SGLang's from the next step on
             runtime.stop_grammars(str(error), error.everywhere)
@@ -216,6 +220,7 @@ def guarded_routing(
     top_logprobs_nums: list[int] | None,
     token_ids_logprobs: list | None,
     fuse_logprobs: bool = False,
+    vocab_size: int = 0,
 ) -> Routing:
     """``routing_of`` in this server. Raises Unserved after a failure: a request must not fail because its needs cannot
     be read."""
@@ -229,6 +234,7 @@ def guarded_routing(
             runtime.settings.original_logprobs,
             runtime.no_grammars_reason is None,
             fuse_logprobs,
+            vocab_size,
         )
     except Exception as error:
         runtime.disable(f"routing: {type(error).__name__}: {error}")

@@ -345,13 +345,20 @@ def test_each_row_is_fused_unless_something_stands_against_that_row(rows, gramma
         ([{}, GREEDY], (True, [129, 5], [None, [1]], False), ("top_logprobs", None)),
         ([{}, GREEDY], (True, [5, 5], [None, list(range(257))], False), (None, "token_ids_logprobs")),
         ([{}, GREEDY], (True, [0, 5], [list(range(256)), []], True), (None, None)),
-        ([TEMPERED, {}], (True, [5, 5], None, False), (AT_TEMPERATURE, None)),
+        ([TEMPERED, {}], (True, [5, 5], None, False), (None, None)),
         ([TEMPERED, {}], (True, [5, 5], None, True), (None, None)),
         ([BEAM, {}], (True, [5, 5], None, False), ("beam_search", None)),
     ],
 )
 def test_rows_with_logprobs_beside_those_of_their_tokens_are_fused_where_the_head_has_them(rows, logprobs, reasons):
-    assert routing_of(make_batch(*rows), NO_GRAMMARS, *logprobs, True, fuse_logprobs=True).reasons == reasons
+    routing = routing_of(make_batch(*rows), NO_GRAMMARS, *logprobs, True, fuse_logprobs=True, vocab_size=600)
+    assert routing.reasons == reasons
+
+
+def test_the_likeliest_of_more_ids_than_there_are_are_sglangs():
+    asked = True, [101, 100], None, False
+    routing = routing_of(make_batch({}, GREEDY), NO_GRAMMARS, *asked, True, fuse_logprobs=True, vocab_size=100)
+    assert routing.reasons == ("top_logprobs", None)
 
 
 def test_rows_with_a_grammar_are_sglangs_once_grammars_cannot_be_fused():
