@@ -29,6 +29,7 @@ BATCH_ATTRIBUTE = "_flashsample_batch"  # on SamplingBatchInfo
 SLOTS_ATTRIBUTE = "_flashsample_slots"  # on SamplingBatchInfo, for one forward: slots of the rows in SGLang's pool
 REASON_ATTRIBUTE = "_flashsample_reason"  # on LogitsProcessorOutput: why its logits were computed after all
 MAX_GIVEN_IDS = 256  # of a row whose logprobs are fused
+ROUTING_ATTRIBUTE = "_flashsample_routing"  # on LogitsProcessorOutput: of rows whose logits are there, preprocessed
 PREPROCESS_ATTRIBUTE = "_flashsample_preprocess"  # on LogitsProcessorOutput: SGLang's preprocessing, still to be done
 
 
@@ -72,6 +73,11 @@ class Mix:
     def is_native(self) -> bool:
         """Some row needs SGLang's sampler in every step."""
         return any(row.reason is not None for row in self.rows)
+
+    @functools.cached_property
+    def all_native(self) -> bool:
+        """Every row does."""
+        return bool(self.rows) and all(row.reason is not None for row in self.rows)
 
     @functools.cached_property
     def is_contested(self) -> bool:
@@ -169,6 +175,11 @@ class Batch:
         return Routing.all_fused(len(self))
 
     @functools.cached_property
+    def native(self) -> Routing | None:
+        """The routing of each step where every row needs SGLang's sampler by its request, else None."""
+        return Routing(tuple(row.reason for row in self.rows)) if self.mix.all_native else None
+
+    @functools.cached_property
     def routings(self) -> dict[tuple, Routing]:
         """The other routings made for this batch, by the key of ``routing_of``. A change of the rows makes a new
         ``Batch`` without any."""
@@ -248,8 +259,9 @@ class Routing:
     _asked: tuple[Any, Any, bool, Any, AskedLogprobs | None] = (None, None, False, None, None)
 
     @classmethod
+    @functools.lru_cache(maxsize=1024)
     def whole(cls, reason: Reason, num_rows: int) -> Routing:
-        """A routing of all rows to SGLang's sampler, for one reason."""
+        """The routing of all rows to SGLang's sampler, for one reason."""
         return cls((reason,) * num_rows)
 
     @classmethod

@@ -49,7 +49,15 @@ from collections.abc import Callable
 from typing import Any
 
 from . import versions
-from .batch import BATCH_ATTRIBUTE, PREPROCESS_ATTRIBUTE, REASON_ATTRIBUTE, SLOTS_ATTRIBUTE, Batch, batch_of
+from .batch import (
+    BATCH_ATTRIBUTE,
+    PREPROCESS_ATTRIBUTE,
+    REASON_ATTRIBUTE,
+    ROUTING_ATTRIBUTE,
+    SLOTS_ATTRIBUTE,
+    Batch,
+    batch_of,
+)
 from .drafts import Drafts
 from .lazy_logits import LazyLogits, plain
 from .logits_graphs import CapturedLogits
@@ -162,11 +170,20 @@ class StepHooks:
         self, original: Callable, model_runner: Any, logits_output: Any, sampling_info: Any, *args: Any, **kwargs: Any
     ) -> Any:
         """ModelRunner._preprocess_logits: applies penalties, grammar and bias to real logits. Logits that are not
-        computed yet are left alone: the sampler, which SGLang calls next, does it for the rows that need it."""
+        computed yet are left alone: the sampler, which SGLang calls next, does it for the rows that need it. Where each
+        request needs SGLang's sampler, all is done as in stock."""
         started, lazy = time.perf_counter(), logits_output.next_token_logits
         if isinstance(lazy, LazyLogits):
             observed = bool(args) or any(value is not None for value in kwargs.values())
             if not observed and not lazy.is_dense:
+                batch: Batch | None = getattr(sampling_info, BATCH_ATTRIBUTE, None)
+                if self.runtime.inactive_reason is not None:
+                    batch = None
+                native = None if batch is None else batch.native
+                if batch is not None and native is not None and len(batch.kinds) == lazy.hidden.shape[0]:
+                    setattr(logits_output, ROUTING_ATTRIBUTE, native)
+                    logits_output.next_token_logits = lazy.dense()
+                    return original(model_runner, logits_output, sampling_info)
                 sampling_info.grammar_mask = None  # a mask that a departed request left behind
                 setattr(logits_output, PREPROCESS_ATTRIBUTE, functools.partial(original, model_runner))
                 self.runtime.metrics.scheduling_seconds += time.perf_counter() - started

@@ -16,6 +16,7 @@ from .batch import (
     BATCH_ATTRIBUTE,
     PREPROCESS_ATTRIBUTE,
     REASON_ATTRIBUTE,
+    ROUTING_ATTRIBUTE,
     SLOTS_ATTRIBUTE,
     Batch,
     GrammarError,
@@ -99,6 +100,12 @@ class FlashSampler(Sampler):
                     logits_output.next_token_logprobs = drawn.logprobs
                 runtime.count_replayed(getattr(sampling_info, BATCH_ATTRIBUTE), started)
                 return drawn.token_ids
+        routing = vars(logits_output).pop(ROUTING_ATTRIBUTE, None)
+        if routing is not None:
+            arguments = logits_output, sampling_info, return_logprob, top_logprobs_nums, token_ids_logprobs, positions
+            tokens = self._native(*arguments, **kwargs)
+            runtime.count(logits_output, None, routing, tokens, started)
+            return tokens
         call = Call(logits_output, sampling_info, return_logprob, top_logprobs_nums, token_ids_logprobs, positions)
         preprocess = vars(logits_output).pop(PREPROCESS_ATTRIBUTE, None)
         num_rows = logits_output.next_token_logits.shape[0]
