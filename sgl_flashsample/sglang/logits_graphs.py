@@ -115,6 +115,7 @@ class LogitsGraphs:
         try:
             if self._pool is None:
                 self._pool = self._capture.new_pool()
+            launches()  # kernels that this size compiles cannot be loaded during a capture
             one.graph, one.logits = self._capture(launches, self._pool)
         except Exception as error:  # a step must not fail because it cannot be captured
             self._give_up(f"{type(error).__name__}: {error}")

@@ -77,6 +77,8 @@ class AskedLogprobs:
 
         keeps_tensors: SGLang sends the lists to another process of a pipeline, as tensors.
         """
+        if not (self.top or self.ids):
+            return
         rows = read.clone() if keeps_tensors else HostCopy(read)
         if self.top:
             for place, name in enumerate(("next_token_top_logprobs_idx", "next_token_top_logprobs_val")):

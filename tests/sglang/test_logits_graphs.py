@@ -16,24 +16,27 @@ from head_states import (
     Processor,
     dtype_on,
     hidden_states,
+    make_batch,
     make_head,
     make_state,
     metadata_of,
     serve,
     settle,
+    step_of,
     weights,
 )
 from sglang_batches import request
 
 from sgl_flashsample.sglang import logits_graphs
 from sgl_flashsample.sglang.batch import DrawKind
+from sgl_flashsample.sglang.draw import draw
 from sgl_flashsample.sglang.head import HeadState
 from sgl_flashsample.sglang.hooks import StepHooks
 from sgl_flashsample.sglang.lazy_logits import LazyLogits
 from sgl_flashsample.sglang.logits_graphs import LogitsGraphs
 from sgl_flashsample.sglang.model_graph import ExtraRoot
 from sgl_flashsample.sglang.runtime import Runtime
-from sgl_flashsample.sglang.step_graphs import PATIENCE, RETRY_SECONDS
+from sgl_flashsample.sglang.step_graphs import PATIENCE, RETRY_SECONDS, SLOTS
 
 
 class SGLang:
@@ -331,28 +334,25 @@ def test_cuda_graphs_give_the_logits_of_launches(device, place):
 @pytest.mark.gpu
 def test_tokens_of_a_replayed_step_outlive_replayed_logits(device):
     """Also where the graph of the logits was captured first: it leaves memory free that a step's graph may take."""
-    from head_states import make_batch, step_of
-    from test_step_graphs import SETTLED, lazy_of
-
-    from sgl_flashsample.sglang.draw import draw
-
     capture = CountingCapture(device)
     state = make_state(device, capture=capture)
     hidden = hidden_states(device, 8)
     batch = make_batch(*({"temperature": 0.7} for _ in range(8)), device=device)
+    state.update(8)
     graphs = state.logits_graphs
+    lazy = LazyLogits(hidden, VOCAB, state, lambda hidden: pytest.fail("logits"), hidden)
 
     def launches() -> torch.Tensor:
         return (hidden @ state.lm_head.weight.T).float()
 
     for _ in range(PATIENCE + 1):
         graphs.replay(hidden, launches, 0)
-    for number in range(SETTLED + 4):
+    for number in range(PATIENCE + SLOTS + 4):
         hidden.copy_(torch.randn(8, WIDTH, device=device).to(dtype_on(device)))
         step = step_of(batch, torch.full((8,), number, device=device), None, False)
-        drawn = draw(lazy_of(state, hidden, 8), step).token_ids
+        drawn = draw(lazy[:8], step).token_ids
         before = drawn.clone()
         assert graphs.replay(hidden, launches, 0) is not None
         settle(device)
         assert torch.equal(drawn, before)
-    assert state.logits_graphs is graphs
+    assert state.logits_graphs is graphs and state.counts.replayed == SLOTS + 4
