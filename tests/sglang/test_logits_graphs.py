@@ -279,6 +279,29 @@ def test_a_server_without_a_head_that_is_served_adds_no_root(runtime, monkeypatc
     assert runtime.all_native_reason is not None
 
 
+def test_sglang_computes_the_same_logits_into_the_memory_of_its_graphs(runners, pretend_gpu):
+    from sglang.srt.layers.logits_processor import LogitsProcessor
+
+    runtime = runners[0].sampler.runtime
+    native = Native(runtime, pretend_gpu, logit_scale=0.5)
+    processor = LogitsProcessor.__new__(LogitsProcessor)
+    torch.nn.Module.__init__(processor)
+    names = ("do_tensor_parallel_all_gather_dp_attn", "use_tp_lm_head_all_to_all", "defer_verify_gather")
+    facts = vars(native.state.processor) | dict.fromkeys(names, False) | {"rl_on_policy_target": None}
+    for name, fact in facts.items():
+        setattr(processor, name, fact)
+    native.state.processor = processor
+    serve(runtime, native.state)
+    native.sglang.get_logits = LogitsProcessor._get_logits
+    output = native.sglang_captures(4)
+    for _ in range(PATIENCE + 2):
+        output.hidden.copy_(torch.randn(output.hidden.shape))
+        logits = output[:3].dense()
+        right = (output.hidden @ native.state.lm_head.weight.T)[:3, :VOCAB] * 0.5
+        torch.testing.assert_close(logits, right)
+    assert native.replays == 2 and logits.data_ptr() == native.sglang.place.data_ptr()
+
+
 def test_a_batch_of_custom_processors_gets_stocks_tokens_from_replayed_logits(runners, info_of, pretend_gpu):
     """SGLang's sampler changes them in place, at every step."""
     from sglang.srt.sampling.custom_logit_processor import DisallowedTokensLogitsProcessor
