@@ -130,13 +130,16 @@ def _mix_of(kinds: frozenset[int]) -> Mix:
     return mix
 
 
-@dataclasses.dataclass(frozen=True)
 class Batch:
     """One batch. kinds: the kind of each row, an id of ``row_table.ROWS``. table: where the parameters of its requests
-    are. Immutable: a forward keeps the batch that it was routed with."""
+    are. num_truncated: rows with top-k, top-p or min-p. Nothing changes it: a forward keeps the batch that it was
+    routed with."""
 
-    kinds: bytes
-    table: RowTable
+    def __init__(self, kinds: bytes, table: RowTable, mix: Mix | None = None, num_truncated: int | None = None) -> None:
+        """mix, num_truncated: where the caller knows them."""
+        self.kinds, self.table = kinds, table
+        self.mix = mix = _mix_of(frozenset(kinds)) if mix is None else mix
+        self.num_truncated = sum(map(kinds.count, mix.truncated)) if num_truncated is None else num_truncated
 
     def __len__(self) -> int:
         return len(self.kinds)
@@ -147,15 +150,6 @@ class Batch:
 
     def row(self, place: int) -> Row:
         return ROWS[self.kinds[place]]
-
-    @functools.cached_property
-    def mix(self) -> Mix:
-        return _mix_of(frozenset(self.kinds))
-
-    @functools.cached_property
-    def num_truncated(self) -> int:
-        """How many rows have top-k, top-p or min-p."""
-        return sum(map(self.kinds.count, self.mix.truncated))
 
     @functools.cached_property
     def num_masked(self) -> int:
@@ -202,15 +196,16 @@ class Batch:
 
     def keep(self, indices: Sequence[int]) -> Batch:
         """The rows at ``indices``, in that order."""
-        if len(indices) < 2:  # an itemgetter of one index returns no tuple
+        num_rows = len(indices)
+        if num_rows and len(self.mix.kinds) == 1:
+            return Batch(self.kinds[:num_rows], self.table, self.mix, num_rows if self.num_truncated else 0)
+        if num_rows < 2:  # an itemgetter of one index returns no tuple
             return Batch(bytes(self.kinds[index] for index in indices), self.table)
         return Batch(bytes(operator.itemgetter(*indices)(self.kinds)), self.table)
 
     def followed_by(self, other: Batch) -> Batch:
-        both = Batch(self.kinds + other.kinds, self.table)
-        # Known from the parts, without a look at the rows.
-        vars(both)["mix"] = self.mix if self.mix is other.mix else _mix_of(self.mix.kinds | other.mix.kinds)
-        return both
+        mix = self.mix if self.mix is other.mix else _mix_of(self.mix.kinds | other.mix.kinds)
+        return Batch(self.kinds + other.kinds, self.table, mix, self.num_truncated + other.num_truncated)
 
 
 def batch_of(sampling_info: Any) -> Batch | None:

@@ -70,38 +70,40 @@ def replayed(
     batch = getattr(sampling_info, BATCH_ATTRIBUTE, None)
     if type(lazy) is not LazyLogits or batch is None or sampling_info.grammars:
         return None
-    state, hidden, captured = lazy.source, lazy.hidden, lazy.captured
-    graphs, num_rows = state.graphs, hidden.shape[0]
+    state, num_rows = lazy.source, lazy.num_rows
+    graphs = state.graphs
     if (
         graphs is None
         or started > state.full_step_at
         or len(batch.kinds) != num_rows
         or positions.shape[0] != num_rows
-        or lazy.is_dense
-        or not state.has_memory
+        or lazy.computed is not None
+        or state.too_large is not None
         or not state.is_current()
     ):
         return None
-    if captured is None:
-        captured = state.stage_for(num_rows) if lazy.prefills else None
-        if captured is None:
-            return None
-    ready = graphs.ready.get((captured.data_ptr(), batch.mix, return_logprob))
+    captured = lazy.captured
+    place = num_rows if captured is None else captured.data_ptr()
+    ready = graphs.ready.get((place, batch.mix, return_logprob))
     if ready is None:
         return None
     keyed, lines = ready
     table = batch.table
     if lines is not table.lines or table.is_too_small:
         return None
-    if keyed.batches:
-        slots = getattr(sampling_info, SLOTS_ATTRIBUTE, None)
-        if slots is None or not _is_staged(captured, hidden, slots, positions):
-            return None
-        table.hand_over(keyed.next_batch, hidden, slots, positions)
-        state.counts.prefills += 1
-    else:
-        table.write()
+    if captured is not None:
+        if table.queued:
+            table.write()
         state.counts.replayed += 1
+        return keyed.replay_next(num_rows)
+    slots = getattr(sampling_info, SLOTS_ATTRIBUTE, None)
+    if not lazy.prefills or slots is None:
+        return None
+    try:
+        table.hand_over(keyed.next_batch, lazy.hidden, slots, positions)
+    except ValueError:  # the graph cannot read such tensors
+        return None
+    state.counts.prefills += 1
     return keyed.replay_next(num_rows)
 
 
@@ -166,7 +168,7 @@ def _draw(lazy: LazyLogits, step: Step) -> Drawn:
             edits,
             step.return_logprob if asked is None or wanted is None else _layout_of(asked, wanted),
             table.lines if gathers else None,
-            None if needs_more else mix,
+            None if needs_more else (num_rows if staged else padded.data_ptr(), mix),
             staged,
         )
     if keyed is None:
@@ -245,7 +247,8 @@ def prepare_next(state: HeadState, table: RowTable) -> bool:
     """Capture, outside of steps, the graphs of one size and kind that steps will ask for. Draws once, which compiles
     what is missing. Returns whether there may be more to do."""
     if state.was_recaptured:
-        state.was_recaptured, state.graphs = False, None
+        state.was_recaptured = False
+        state.drop_graphs()
     if not state.use_step_graphs or state.exchange is not None or not state.captured:  # an exchange takes all ranks
         return False
     if state.graphs is not None and state.graphs.is_prepared and state.is_current():

@@ -32,7 +32,7 @@ logger = logging.getLogger("sgl_flashsample")
 
 
 FIRST_LOGPROB_ROWS = 64  # of the first batch with logprobs beside those of its tokens, at least
-STAGED_ROWS = (1, 2, 4, 8, 16, 32)  # rows of prefills that are replayed, padded to the next
+STAGED_ROWS = (1, 2, 4, 8, 16, 32)  # rows of prefills that are replayed, padded to the next: powers of 2
 
 
 class GraphInputs(NamedTuple):
@@ -56,8 +56,9 @@ class HeadState:
     graphs: None where there are none yet, or something that they were captured with has changed. captured: hidden
     states of SGLang's graphs, by their rows. was_recaptured: SGLang has captured them once more since, elsewhere. rows:
     the parameters of the last step's rows. inputs: what SGLang's graphs read. stages: hidden states of prefills, by
-    their rows. counts: of all steps. full_step_at: by ``time.perf_counter``, when the next step has to follow the
-    model, and the life of the screen, in full.
+    their rows. counts: of all steps. too_large: rows of the smallest batch that has found no memory lately, left to
+    SGLang for a while; None where there is none. full_step_at: by ``time.perf_counter``, when the next step has to
+    follow the model, and the life of the screen, in full.
     """
 
     def __init__(
@@ -69,10 +70,10 @@ class HeadState:
         self.path: SamplingPath | None = None
         self.screen: HeadScreen | None = None
         self._parameters: dict[str, torch.Tensor] = getattr(lm_head, "_parameters", {})
-        self._too_large: int | None = None  # rows of the smallest batch that found no memory, left to SGLang until then
+        self.too_large: int | None = None
         self._too_large_until = 0.0
         self._searched: DeviceCounters | None = None
-        self._graphs: StepGraphs | None = None
+        self.graphs: StepGraphs | None = None
         self._logits_graphs: LogitsGraphs | None = None
         self._waiting: tuple[Screen | None, StepGraphs | None] = (None, None)  # with another screen, or without one
         self.captured: dict[int, torch.Tensor] = {}
@@ -94,7 +95,8 @@ class HeadState:
         fingerprint = self._current_fingerprint()
         head = self.head
         if fingerprint != self._fingerprint:
-            table, head.screen, self.graphs = head.table, None, None
+            table, head.screen = head.table, None
+            self.drop_graphs()
             head.replace(self._current_head())
             self._logprob_inputs = None
             if head.table is not table:
@@ -104,7 +106,8 @@ class HeadState:
             # At once for all batches that kernels are compiled for, and for all that SGLang has captured: none of these
             # allocates scratch in a step. Then a quarter more at a time: a server may climb row by row.
             rows = max(num_rows, MAX_COMPILED_ROWS, head.max_rows * 5 // 4, *self.captured)
-            head.screen, self.graphs = None, None  # the scratch of a screen is for ``HeadScreen.rows``
+            head.screen = None  # its scratch is for ``HeadScreen.rows``
+            self.drop_graphs()
             head.grow(rows)
             self.rows = RowBuffers.allocate(rows, head.lm_head.weight.device)
             if self.exchange is not None:
@@ -113,8 +116,8 @@ class HeadState:
         serving = None if self.screen is None else self.screen.serving(head.lm_head)
         if serving is not head.screen:
             # A pause begins or ends: the graphs of before wait for the next time.
-            (screen, graphs), self._waiting = self._waiting, (head.screen, self._graphs)
-            head.screen, self._graphs = serving, graphs if screen is serving else None
+            (screen, graphs), self._waiting = self._waiting, (head.screen, self.graphs)
+            head.screen, self.graphs = serving, graphs if screen is serving else None
 
     def wanted(self, asked: AskedLogprobs, num_rows: int) -> WantedLogprobs:
         """The logprobs that a step of ``num_rows`` rows, padding included, asks the head for, with scratch for them:
@@ -127,15 +130,10 @@ class HeadState:
             self.head.reserve_logprobs(rows)
         return inputs.load(asked, num_rows)
 
-    @property
-    def graphs(self) -> StepGraphs | None:
-        return self._graphs
-
-    @graphs.setter
-    def graphs(self, graphs: StepGraphs | None) -> None:
-        self._graphs, self._waiting = graphs, (None, None)
-        if graphs is None:
-            self._logits_graphs = None
+    def drop_graphs(self) -> None:
+        """The graphs hold something that has changed: the next steps capture others."""
+        self.graphs, self._waiting = None, (None, None)
+        self._logits_graphs = None
 
     @property
     def logits_graphs(self) -> LogitsGraphs | None:
@@ -144,7 +142,7 @@ class HeadState:
             return None
         made_of, graphs = self._current_fingerprint(), self._logits_graphs
         if graphs is None or graphs.made_of != made_of:
-            taken = 0 if self._graphs is None else self._graphs.num_bytes
+            taken = 0 if self.graphs is None else self.graphs.num_bytes
             graphs = self._logits_graphs = LogitsGraphs(self._capture_graphs(), self.counts, made_of, taken)
         return graphs
 
@@ -175,8 +173,26 @@ class HeadState:
 
     def is_current(self) -> bool:
         """``head`` still describes the model: the weight's address and version (PyTorch's count of its writes), and the
-        processor's logit scale, softcap and vocabulary size, are equal to those at the last ``update``."""
-        return self._current_fingerprint() == self._fingerprint
+        processor's logit scale, softcap and vocabulary size, are equal to those at the last ``update``. Asked at every
+        step, and so without a call of our own."""
+        processor, weight = self.processor, self._parameters.get("weight")
+        if weight is None:
+            weight = self.lm_head.weight
+        place, logit_scale, softcap, vocab_size, version = self._fingerprint
+        return (
+            weight.data_ptr() == place
+            and (None if weight.is_inference() else weight._version) == version
+            and processor.logit_scale == logit_scale
+            and getattr(processor, "final_logit_softcapping", None) == softcap
+            and processor.vocab_size == vocab_size
+        )
+
+    def takes(self, hidden: torch.Tensor) -> bool:
+        """Hidden states of such a dtype and layout, ``[B, D]``, are drawn from."""
+        weight = self._parameters.get("weight")
+        if weight is None:
+            weight = self.lm_head.weight
+        return hidden.dtype is weight.dtype and hidden.stride(1) == 1
 
     def is_of(self, processor: Any, lm_head: Any) -> bool:
         """Another processor computes these logits from this weight too."""
@@ -291,10 +307,9 @@ class HeadState:
     def stage_for(self, num_rows: int) -> torch.Tensor | None:
         """The stage that a prefill of so many rows is replayed on; None where it is to be launched: a prefill of more
         rows, and one of a pipeline, whose batch may be overwritten before it has run."""
-        if not self.use_step_graphs or self.copies_tokens:
+        if not self.use_step_graphs or self.copies_tokens or num_rows > max(STAGED_ROWS, default=0):
             return None
-        rows = next((rows for rows in STAGED_ROWS if rows >= num_rows), None)
-        return None if rows is None else self.stage(rows)
+        return self.stage(next_power_of_2(num_rows))
 
     def stage(self, rows: int) -> torch.Tensor:
         """``[rows, D]``, where graphs of prefills bring their hidden states, which lie elsewhere each time."""
@@ -321,34 +336,29 @@ class HeadState:
             return None
         if self.graphs is None:
             capture = self._capture_graphs()
-            self._graphs = StepGraphs(head.workspaces, head.max_rows, capture, self.counts, self.copies_tokens)
-        assert self._graphs is not None
-        return None if self._graphs.is_off else self._graphs
+            self.graphs = StepGraphs(head.workspaces, head.max_rows, capture, self.counts, self.copies_tokens)
+        assert self.graphs is not None
+        return None if self.graphs.is_off else self.graphs
 
     def fits(self, num_rows: int) -> bool:
         """No batch of this size or a smaller one has run out of memory in the last ``RETRY_SECONDS``."""
-        if self._too_large is None or num_rows < self._too_large:
+        if self.too_large is None or num_rows < self.too_large:
             return True
         if time.monotonic() < self._too_large_until:
             return False
-        self._too_large = None
+        self.too_large = None
         return True
 
     def out_of_memory(self, num_rows: int) -> None:
         """A batch of ``num_rows`` rows, which ``fits``, found no memory: leave it, and larger ones, to SGLang's sampler
         for ``RETRY_SECONDS``. Not for ranks that share the head: each would decide alone."""
-        self._too_large, self._too_large_until = num_rows, time.monotonic() + RETRY_SECONDS
+        self.too_large, self._too_large_until = num_rows, time.monotonic() + RETRY_SECONDS
         logger.warning(
             "flashsample: out of GPU memory for a batch of %d requests: from this batch on, for %d minutes, batches of "
             "this size or more use SGLang's own sampler; a lower --mem-fraction-static leaves this plugin more memory",
             num_rows,
             RETRY_SECONDS // 60,
         )
-
-    @property
-    def has_memory(self) -> bool:
-        """No batch has run out of memory lately."""
-        return self._too_large is None
 
     @property
     def has_screen(self) -> bool:
@@ -359,12 +369,14 @@ class HeadState:
         ``renew_screen``."""
         if self.screen is not None:
             self.screen.invalidate()
-            self.head.screen = self.graphs = None
+            self.head.screen = None
+            self.drop_graphs()
 
     def free_screen(self) -> None:
         """Give the memory of the screen back, until ``renew_screen``. Waits for the device."""
         if self.screen is not None:
-            self.head.screen = self.graphs = None
+            self.head.screen = None
+            self.drop_graphs()
             self.screen.free(self.head.lm_head)
 
     def renew_screen(self) -> None:
@@ -386,7 +398,8 @@ class HeadState:
                 reason,
             )
             self.screen.stop()
-            self.head.screen = self.graphs = None
+            self.head.screen = None
+            self.drop_graphs()
 
     def step_down(self, error: Exception) -> bool:
         """After a draw that failed: draw without a screen from now on, else, where ranks share the head, from the

@@ -62,7 +62,7 @@ from .drafts import Drafts
 from .lazy_logits import LazyLogits, plain
 from .logits_graphs import CapturedLogits
 from .row_table import Reason
-from .runtime import RankError, Runtime
+from .runtime import RankError, Runtime, mode_of
 from .settings import NotActiveError, refuse_to_start
 
 logger = logging.getLogger("sgl_flashsample")
@@ -86,7 +86,7 @@ def _guarded(hook: Callable) -> Callable:
         except Exception as error:
             setattr(sampling_info, BATCH_ATTRIBUTE, None)
             hooks.runtime.disable(f"{hook.__name__}: {type(error).__name__}: {error}")
-        hooks.runtime.metrics.scheduling_seconds += time.perf_counter() - started
+        hooks.metrics.scheduling_seconds += time.perf_counter() - started
 
     return guarded
 
@@ -95,7 +95,7 @@ class StepHooks:
     """The hook functions of a step, bound to one Runtime."""
 
     def __init__(self, runtime: Runtime) -> None:
-        self.runtime = runtime
+        self.runtime, self.metrics = runtime, runtime.metrics
 
     def get_logits(
         self,
@@ -125,24 +125,23 @@ class StepHooks:
 
         compute: Callable[[Any], Any] = launches
         is_captured = self.runtime.captures_model(processor, state, hidden_states, logits_metadata)
-        captured, mode = hidden_states if is_captured else None, logits_metadata.forward_mode
+        captured, prefills = hidden_states if is_captured else None, mode_of(logits_metadata).prefills
         ends_step = is_captured and state.captured.get(hidden_states.shape[0]) is hidden_states
         if ends_step:
             place = getattr(logits_metadata, "next_token_logits_buffer", None)
             compute = CapturedLogits(state, hidden_states, launches, launches_of_all, place)
-        prefills = mode.is_extend() and not mode.is_target_verify()
         lazy = LazyLogits(hidden_states, processor.vocab_size, state, compute, captured, prefills)
-        self.runtime.metrics.scheduling_seconds += time.perf_counter() - started
+        self.metrics.scheduling_seconds += time.perf_counter() - started
         return lazy
 
     def sample(self, model_runner: Any, logits_output: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> None:
         """Before ModelRunner.sample: the slots of the rows, for the sampler, which SGLang gives the sampling info
         alone. DP attention and beam search leave them longer than the logits."""
-        started, logits, info = time.perf_counter(), logits_output.next_token_logits, forward_batch.sampling_info
-        if type(logits) is LazyLogits and info is not None:
-            slots, num_rows = forward_batch.req_pool_indices, logits.shape[0]
-            setattr(info, SLOTS_ATTRIBUTE, slots if len(slots) == num_rows else slots[:num_rows])
-            self.runtime.metrics.scheduling_seconds += time.perf_counter() - started
+        started, lazy, info = time.perf_counter(), logits_output.next_token_logits, forward_batch.sampling_info
+        if type(lazy) is LazyLogits and info is not None:
+            slots = forward_batch.req_pool_indices
+            setattr(info, SLOTS_ATTRIBUTE, slots if slots.shape[0] == lazy.num_rows else slots[: lazy.num_rows])
+            self.metrics.scheduling_seconds += time.perf_counter() - started
 
     def load_model(self, result: Any, model_runner: Any, *args: Any, **kwargs: Any) -> None:
         """ModelRunner.load_model: the weights are there, graphs are not captured yet. An embedding model samples
@@ -174,7 +173,7 @@ class StepHooks:
         request needs SGLang's sampler, all is done as in stock."""
         started, lazy = time.perf_counter(), logits_output.next_token_logits
         if isinstance(lazy, LazyLogits):
-            observed = bool(args) or any(value is not None for value in kwargs.values())
+            observed = bool(args) or (bool(kwargs) and any(value is not None for value in kwargs.values()))
             if not observed and not lazy.is_dense:
                 batch: Batch | None = getattr(sampling_info, BATCH_ATTRIBUTE, None)
                 if self.runtime.inactive_reason is not None:
@@ -186,7 +185,7 @@ class StepHooks:
                     return original(model_runner, logits_output, sampling_info)
                 sampling_info.grammar_mask = None  # a mask that a departed request left behind
                 setattr(logits_output, PREPROCESS_ATTRIBUTE, functools.partial(original, model_runner))
-                self.runtime.metrics.scheduling_seconds += time.perf_counter() - started
+                self.metrics.scheduling_seconds += time.perf_counter() - started
                 return None
             setattr(logits_output, REASON_ATTRIBUTE, Reason.SAMPLING_OBSERVER if observed else Reason.LOGITS_COMPUTED)
             logits_output.next_token_logits = plain(lazy)
@@ -219,9 +218,10 @@ class StepHooks:
         merged = None if batch is None or second is None else batch.followed_by(second)
         setattr(sampling_info, BATCH_ATTRIBUTE, merged)
 
-    @_guarded
     def copy_for_forward(self, result: Any, sampling_info: Any) -> None:
-        setattr(result, BATCH_ATTRIBUTE, batch_of(sampling_info))
+        started = time.perf_counter()
+        setattr(result, BATCH_ATTRIBUTE, getattr(sampling_info, BATCH_ATTRIBUTE, None))
+        self.metrics.scheduling_seconds += time.perf_counter() - started
 
 
 def install(runtime: Runtime) -> str | None:

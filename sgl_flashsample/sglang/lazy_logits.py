@@ -24,15 +24,18 @@ class LazyLogits(torch.Tensor):
 
     source: opaque to this class; the sampler reads it. compute: ``hidden -> [N, V] float32``. captured: the hidden
     states of one of SGLang's CUDA graphs, of which ``hidden`` are the first rows; None outside of a graph. Each replay
-    writes them anew at the same place. prefills: they are of a prefill, which has no such graph.
+    writes them anew at the same place. prefills: they are of a prefill, which has no such graph. num_rows: N, without a
+    call of PyTorch. computed: the logits, once someone has read them, and perhaps changed them.
     """
 
     hidden: torch.Tensor
+    num_rows: int
     source: Any
     captured: torch.Tensor | None
     prefills: bool
     _compute: Callable[[torch.Tensor], torch.Tensor]
-    _dense: torch.Tensor | None
+    computed: torch.Tensor | None
+    _first: dict[Any, LazyLogits] | None
 
     @staticmethod
     def __new__(
@@ -44,20 +47,19 @@ class LazyLogits(torch.Tensor):
         captured: torch.Tensor | None = None,
         prefills: bool = False,
     ) -> LazyLogits:
-        self = torch.Tensor._make_wrapper_subclass(
-            cls, (hidden.shape[0], width), dtype=torch.float32, device=hidden.device
-        )
-        self.hidden, self.source, self._compute, self._dense = hidden, source, compute, None
-        self.captured, self.prefills = captured, prefills
+        num_rows = hidden.shape[0]
+        self = torch.Tensor._make_wrapper_subclass(cls, (num_rows, width), dtype=torch.float32, device=hidden.device)
+        self.hidden, self.source, self._compute, self.computed = hidden, source, compute, None
+        self.captured, self.prefills, self.num_rows, self._first = captured, prefills, num_rows, None
         return self
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     def dense(self) -> torch.Tensor:
         """The logits, computed at the first call."""
-        if self._dense is None:
-            self._dense = self._compute(self.hidden)
-        return self._dense
+        if self.computed is None:
+            self.computed = self._compute(self.hidden)
+        return self.computed
 
     def logits_of(self, rows: torch.Tensor) -> torch.Tensor:
         """The logits of some rows (``[R]`` int64) alone: ``[R, V]``, which the caller may change."""
@@ -67,12 +69,24 @@ class LazyLogits(torch.Tensor):
     @property
     def is_dense(self) -> bool:
         """The logits have been read, and perhaps changed."""
-        return self._dense is not None
+        return self.computed is not None
 
     def __getitem__(self, index: Any) -> torch.Tensor:
-        if isinstance(index, slice) and index.step in (None, 1) and not self.is_dense:
-            return self._of_hidden(self.hidden[index], None if index.start else self.captured)
-        return self.dense()[index]
+        if not isinstance(index, slice) or index.step not in (None, 1) or self.computed is not None:
+            return self.dense()[index]
+        if index.start or self.captured is None:
+            return self._of_hidden(self.hidden[index])
+        return self._first_rows(index.stop)
+
+    def _first_rows(self, stop: Any) -> LazyLogits:
+        """``self[:stop]`` of a graph. SGLang takes it at every step, after the replay: until someone computes them, the
+        logits of one step are like those of the next, and to make a tensor costs the host more than a draw's launch."""
+        if self._first is None:
+            self._first = {}
+        first = self._first.get(stop)
+        if first is None or first.computed is not None:
+            first = self._first[stop] = self._of_hidden(self.hidden[:stop], self.captured)
+        return first
 
     def _of_hidden(self, hidden: torch.Tensor, captured: torch.Tensor | None = None) -> LazyLogits:
         """The logits of these hidden states."""
@@ -124,10 +138,10 @@ class DraftLogits(LazyLogits):
         return drafts
 
     def dense(self) -> torch.Tensor:
-        if self._dense is None:
+        if self.computed is None:
             logits = self._compute(self.hidden)
-            self._dense = logits.scatter_(1, self.tokens[:, None], torch.finfo(logits.dtype).max)
-        return self._dense
+            self.computed = logits.scatter_(1, self.tokens[:, None], torch.finfo(logits.dtype).max)
+        return self.computed
 
     def __getitem__(self, index: Any) -> torch.Tensor:
         rows = isinstance(index, slice) or (isinstance(index, torch.Tensor) and index.dim() == 1)
@@ -163,9 +177,9 @@ class DraftProbabilities(DraftLogits):
     """The softmax of ``DraftLogits``: each draft is certain."""
 
     def dense(self) -> torch.Tensor:
-        if self._dense is None:
-            self._dense = torch.zeros(self.shape, device=self.device).scatter_(1, self.tokens[:, None], 1.0)
-        return self._dense
+        if self.computed is None:
+            self.computed = torch.zeros(self.shape, device=self.device).scatter_(1, self.tokens[:, None], 1.0)
+        return self.computed
 
     def _certain(self, keepdim: bool) -> tuple[torch.Tensor, torch.Tensor]:
         tokens = self._largest(keepdim)

@@ -44,6 +44,7 @@ class Metrics:
         self._paused = False
         self._host_batches, self._host_seconds = 0, 0.0
         self._new: dict[tuple[str, str], list[int]] = {}  # batches and rows that are not in the totals yet
+        self._fused_batches = self._fused_rows = 0  # those of ``add_fused``, likewise
         self._new_batches, self._new_seconds = 0, 0.0  # of fused rows alone, likewise
         self._new_truncated = 0
         self._unlogged = False  # whether the totals have grown since the last log line
@@ -70,20 +71,21 @@ class Metrics:
 
     def add_fused(self, rows: int, num_truncated: int, started: float) -> bool:
         """``add_batch`` for a batch whose rows are all fused."""
-        new = self._new.get(_FUSED)
-        if new is None:
-            new = self._new[_FUSED] = [0, 0]
-        new[0] += 1
-        new[1] += rows
+        self._fused_batches += 1
+        self._fused_rows += rows
         self._new_truncated += num_truncated
         now = time.perf_counter()
-        self._new_batches += 1
         self._new_seconds += now - started
         return now >= self.next_flush
 
     def flush(self) -> None:
         """Bring everything that was counted into the totals, to Prometheus and, at its interval, into the log."""
         exported = self._prometheus
+        if self._fused_batches:
+            batches, rows = self._new.get(_FUSED, (0, 0))
+            self._new[_FUSED] = [batches + self._fused_batches, rows + self._fused_rows]
+            self._new_batches += self._fused_batches
+            self._fused_batches = self._fused_rows = 0
         self._unlogged = self._unlogged or bool(self._new)
         for (path, reason), (batches, rows) in self._new.items():
             self._batches[path, reason] += batches
@@ -111,7 +113,8 @@ class Metrics:
 
     def is_behind(self, now: float) -> bool:
         """``flush`` has counts to show, in Prometheus or, at ``now``, in the log."""
-        return bool(self._new) or (self._reports and self._unlogged and now - self._last_log >= self.log_seconds)
+        has_counts = bool(self._new) or self._fused_batches > 0
+        return has_counts or (self._reports and self._unlogged and now - self._last_log >= self.log_seconds)
 
     def set_active(self, active: bool) -> None:
         """Set the gauge: the fused pass serves some head."""

@@ -111,6 +111,9 @@ class RowTable:
     """``[slots, LINE_WORDS]`` int32 lines on the device, by slot. Line 0 belongs to no request: SGLang gives slot 0 to
     none. It is greedy and has no edits.
 
+    queued: the place in the queue of each line that is not written yet, by slot: the last line of a slot wins.
+    is_too_small: the next ``write`` makes a larger table.
+
     ``put`` from any stream; ``write``, ``gather`` and graphs with ``stage`` on the stream that draws. Queued lines lie
     in host memory that the kernel which writes them reads, one after the other up to its end.
     """
@@ -119,19 +122,21 @@ class RowTable:
         self._device = torch.device(device)
         self._in_host_memory = draws_in_host_memory(self._device)
         self.lines = torch.zeros(FIRST_SLOTS + 1, LINE_WORDS, dtype=torch.int32, device=self._device)
-        self._places: dict[int, int] = {}  # of a slot, in the queue: its last line wins
-        self._written = self._queued = 0  # places of the queue before these
-        self._largest_slot = 0  # that was ever queued
+        self._num_lines = len(self.lines)
+        self.queued: dict[int, int] = {}
+        self._written = self._end = 0  # places of the queue before these
+        self._largest_slot, self.is_too_small = 0, False  # largest: that was ever queued
         self._make_queue(QUEUE)
         padding = torch.frombuffer(bytearray(pack_line(0.0, 0, 0, 1.0, 0.0, 0)), dtype=torch.int32).view(1, -1)
         self._write(torch.zeros(1, dtype=torch.int64, device=device), padding.to(device))  # loads the kernel, too
 
     def _make_queue(self, size: int) -> None:
-        pinned = self._device.type == "cuda"
+        self._size, pinned = size, self._device.type == "cuda"
         self._new_lines = torch.zeros(size, LINE_WORDS, dtype=torch.int32, pin_memory=pinned)
         self._new_slots = torch.zeros(size, dtype=torch.int64, pin_memory=pinned)
+        # Between two steps much else runs: an assignment through NumPy or PyTorch costs some ten microseconds then.
         self._line_bytes = memoryview(self._new_lines.numpy().data).cast("B")
-        self._slot_values = self._new_slots.numpy()
+        self._slot_values = memoryview(self._new_slots.numpy().data)
         self._addresses = self._new_slots.data_ptr(), self._new_lines.data_ptr()
 
     def put(self, slot: int, values: tuple[float, int, int, float, float, int]) -> None:
@@ -140,53 +145,49 @@ class RowTable:
         if slot < 1:
             raise ValueError(f"slot is {slot}; expected 1 or more")
         line = pack_line(*values)
-        place = self._places.get(slot)
+        place = self.queued.get(slot)
         if place is None:
-            if self._queued == len(self._new_slots):
+            if self._end == self._size:
                 self._make_room()
-            place = self._places[slot] = self._queued
+            place = self.queued[slot] = self._end
             self._slot_values[place] = slot
-            self._queued += 1
-            self._largest_slot = max(self._largest_slot, slot)
+            self._end += 1
+            if slot > self._largest_slot:
+                self._largest_slot, self.is_too_small = slot, slot >= self._num_lines
         self._line_bytes[len(line) * place : len(line) * (place + 1)] = line
 
     def _make_room(self) -> None:
         """Begin the queue anew, twice as large where all of it is still to be written."""
-        waiting = slice(self._written, self._queued)
+        waiting = slice(self._written, self._end)
         lines, slots = self._new_lines[waiting].clone(), self._new_slots[waiting].clone()
         if self._device.type == "cuda":
             # Once in thousands of requests: no launch still reads a line that was written.
             torch.cuda.synchronize(self._device)
         if self._written == 0:
-            self._make_queue(2 * len(self._new_slots))
+            self._make_queue(2 * self._size)
         self._new_lines[: len(lines)], self._new_slots[: len(slots)] = lines, slots
-        self._places = {slot: place for place, slot in enumerate(slots.tolist())}
-        self._written, self._queued = 0, len(slots)
+        self.queued = {slot: place for place, slot in enumerate(slots.tolist())}
+        self._written, self._end = 0, len(slots)
 
     def write(self) -> None:
         """Write every queued line to the table, on the current stream."""
-        if not self._places:
+        if not self.queued:
             return
         if self.is_too_small:
             grown = self.lines.new_zeros(max(self._largest_slot + 1, 2 * len(self.lines)), LINE_WORDS)
             grown[: len(self.lines)] = self.lines
-            self.lines = grown
-        new = slice(self._written, self._queued)
+            self.lines, self._num_lines, self.is_too_small = grown, len(grown), False
+        new = slice(self._written, self._end)
         self._write(self._new_slots[new], self._new_lines[new])
-        self._places, self._written = {}, self._queued
-
-    @property
-    def is_too_small(self) -> bool:
-        """The next ``write`` makes a larger table."""
-        return self._largest_slot >= len(self.lines)
+        self.queued, self._written = {}, self._end
 
     def hand_over(self, batch: StagedBatch, hidden: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor) -> None:
         """Tell a graph that was captured with ``stage`` its next batch. It writes every queued line, as ``write`` does;
         not where the table ``is_too_small``."""
         slots_address, lines_address = self._addresses
-        first, lines = self._written, self._queued - self._written
+        first, lines = self._written, self._end - self._written
         batch.set(hidden, slots, positions, (lines, slots_address + 8 * first, lines_address + 4 * LINE_WORDS * first))
-        self._places, self._written = {}, self._queued
+        self.queued, self._written = {}, self._end
 
     def stage(self, batch: StagedBatch, stage: torch.Tensor, out: RowBuffers) -> None:
         """``stage_rows`` into this table."""

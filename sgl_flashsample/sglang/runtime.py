@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -49,6 +50,34 @@ LATE_ON_RANKS = f"{LATE_HEAD}, which is not supported with several ranks"
 class RankError(RuntimeError):
     """This rank failed while its peers wait in an exchange. The error must propagate: SGLang ends the server, as after
     an error of its own."""
+
+
+class Mode(NamedTuple):
+    """The answers of one of SGLang's ForwardModes: each takes a call, and a step has many questions."""
+
+    mode: Any
+    decodes: bool
+    extends: bool
+    verifies: bool
+    is_split: bool
+    extends_drafts: bool
+
+    @property
+    def prefills(self) -> bool:
+        return self.extends and not self.verifies
+
+
+_MODES: dict[int, Mode] = {}
+
+
+def mode_of(metadata: Any) -> Mode:
+    """The mode of a forward, by SGLang's LogitsMetadata."""
+    mode = metadata.forward_mode
+    known = _MODES.get(id(mode))
+    if known is None or known.mode is not mode:
+        answers = mode.is_decode(), mode.is_extend(), mode.is_target_verify(), mode.is_split_prefill()
+        known = _MODES[id(mode)] = Mode(mode, *answers, mode.is_draft_extend_v2())
+    return known
 
 
 class Runtime:
@@ -349,8 +378,8 @@ class Runtime:
             return False
         if self._extra_root is not None:
             self._extra_root.add(torch.cuda.current_stream().cuda_stream)
-        mode = metadata.forward_mode
-        if id(processor) not in self._draft_processors and (mode.is_decode() or mode.is_target_verify()):
+        mode = mode_of(metadata)
+        if id(processor) not in self._draft_processors and (mode.decodes or mode.verifies):
             # Graphs of before go later: a graph must not be destroyed during a capture.
             state.was_recaptured = state.was_recaptured or hidden.shape[0] in state.captured
             state.captured[hidden.shape[0]] = hidden
@@ -493,37 +522,35 @@ class Runtime:
 
     def can_defer(self, processor: Any, hidden: torch.Tensor, lm_head: Any, metadata: Any) -> HeadState | None:
         """The head's state when these logits need not be computed now; None when SGLang should compute them."""
-        mode, drafting = metadata.forward_mode, id(processor) in self._draft_processors
-        sampling = mode.is_decode() or (mode.is_extend() and not metadata.extend_return_logprob)
-        sampling = sampling or (drafting and mode.is_draft_extend_v2())
-        if not sampling or mode.is_split_prefill() or metadata.is_prefill_only:
+        mode, drafting = mode_of(metadata), id(processor) in self._draft_processors
+        sampling = mode.decodes or (mode.extends and not metadata.extend_return_logprob)
+        sampling = sampling or (drafting and mode.extends_drafts)
+        if not sampling or mode.is_split or metadata.is_prefill_only:
             return None
-        if mode.is_target_verify() and not self.settings.verifies:
+        if mode.verifies and not self.settings.verifies:
             return None
         return self._head_in_step(processor, hidden, lm_head, mode)
 
     def prompt_head(self, processor: Any, hidden: torch.Tensor, lm_head: Any, metadata: Any) -> HeadState | None:
         """The head's state when the logprobs of these prompts are read here; None when SGLang should compute them. Each
         of several ranks that share a head has a part of the vocabulary alone."""
-        mode = metadata.forward_mode
-        if id(processor) in self._draft_processors or not mode.is_extend() or _is_capturing():
+        mode = mode_of(metadata)
+        if id(processor) in self._draft_processors or not mode.extends or _is_capturing():
             return None
-        if mode.is_target_verify() or mode.is_split_prefill():
+        if mode.verifies or mode.is_split:
             return None
         state = self._head_in_step(processor, hidden, lm_head, mode)
         return None if state is None or state.exchange is not None else state
 
-    def _head_in_step(self, processor: Any, hidden: torch.Tensor, lm_head: Any, mode: Any) -> HeadState | None:
+    def _head_in_step(self, processor: Any, hidden: torch.Tensor, lm_head: Any, mode: Mode) -> HeadState | None:
         """The head's state in a step that it may serve; None where it is SGLang's, or these hidden states are."""
         if self.inactive_reason is not None or hidden.shape[0] == 0:
             return None
-        if self._screens_outdated and self.weights_settled and mode.is_extend() and not _is_capturing():
+        if self._screens_outdated and self.weights_settled and mode.extends and not _is_capturing():
             self.renew_screens()
         drafting = id(processor) in self._draft_processors
         state = self._drawing_head if drafting else self.head_for(processor, lm_head)
-        if state is None or hidden.dtype != lm_head.weight.dtype or hidden.stride(1) != 1:
-            return None
-        return state
+        return state if state is not None and state.takes(hidden) else None
 
     @property
     def _drawing_head(self) -> HeadState | None:
@@ -581,16 +608,12 @@ class Runtime:
             self.token_counts.add(token_ids, logits_output.next_token_logits.shape[-1])
         self._count(routing, num_truncated, None if routing.native else started)
 
-    def count_replayed(self, batch: Batch, started: float) -> None:
-        """Count one step that ``replayed`` has served."""
-        if self.metrics.add_fused(len(batch.kinds), batch.num_truncated, started):
-            self._show_counts()
-
     def _count(self, routing: Routing, num_truncated: int, started: float | None) -> None:
         if self.metrics.add_batch(routing, num_truncated, started):
-            self._show_counts()
+            self.show_counts()
 
-    def _show_counts(self) -> None:
+    def show_counts(self) -> None:
+        """Bring the counters of all heads up to date."""
         started = time.perf_counter()
         for state in self.heads:
             self.metrics.add_searched(state.newly_searched(self.metrics.read_seconds))
@@ -614,7 +637,7 @@ class Runtime:
                 self._idle_reads = IDLE_READS
             if self._idle_reads and now >= self.metrics.next_flush:
                 self._idle_reads -= 1
-                self._show_counts()
+                self.show_counts()
         except Exception as error:  # counters are not worth a server
             self._idle_reads = None
             logger.warning("flashsample: counters of an idle server may lag: %s: %s", type(error).__name__, error)
@@ -662,5 +685,11 @@ def _without_failing_flashinfer(head: Head) -> DispatchTable:
     return head.table.without_flashinfer()
 
 
+@functools.cache
+def has_cuda() -> bool:
+    """PyTorch asks the driver and the environment at each call."""
+    return torch.cuda.is_available()
+
+
 def _is_capturing() -> bool:
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    return has_cuda() and torch.cuda.is_current_stream_capturing()

@@ -98,7 +98,9 @@ class FlashSampler(Sampler):
             if drawn is not None:
                 if return_logprob:
                     logits_output.next_token_logprobs = drawn.logprobs
-                runtime.count_replayed(getattr(sampling_info, BATCH_ATTRIBUTE), started)
+                batch = getattr(sampling_info, BATCH_ATTRIBUTE)
+                if runtime.metrics.add_fused(len(batch.kinds), batch.num_truncated, started):
+                    runtime.show_counts()
                 return drawn.token_ids
         routing = vars(logits_output).pop(ROUTING_ATTRIBUTE, None)
         if routing is not None:

@@ -96,7 +96,7 @@ class EditPlaces:
 
     def __init__(self, device: torch.device) -> None:
         self._words = torch.zeros(3, dtype=torch.int64, pin_memory=device.type == "cuda")
-        self._values = self._words.numpy()
+        self._values = memoryview(self._words.numpy().data)
         self.places = torch.zeros(3, dtype=torch.int64, device=device)
 
     def set(self, edits: LogitEdits) -> None:
@@ -203,8 +203,9 @@ class StepGraphs:
     is told is overwritten no earlier. A pipeline sends tokens to its first stage later than that: with
     ``copies_tokens`` a step returns a copy of its tokens and logprobs, and no graph is told anything.
 
-    ready: graphs that can be replayed without another look, by the place of the hidden states, the kinds of rows and
-    whether the tokens' logprobs are computed; and the table of requests that they read.
+    ready: graphs that can be replayed without another look, and the table of requests that they read; by the place of
+    the hidden states (of a prefill, the number of its rows), the kinds of rows and whether the tokens' logprobs are
+    computed.
 
     For these workspaces and buffers, and the head, table and screen that they were made with. max_rows: of the largest
     batch. is_prepared: all graphs that are to be captured ahead are there. num_bytes: device memory that these took.
@@ -245,15 +246,15 @@ class StepGraphs:
         edits: LogitEdits | None,
         logprobs: Hashable,
         table: torch.Tensor | None = None,
-        mix: Mix | None = None,
+        short: tuple[int, Mix] | None = None,
         staged: bool = False,
     ) -> KeyedGraphs | None:
         """The graphs to replay, after a capture where one is due; None where the caller has to launch the step. draw:
         makes the launches that a graph captures, of all P rows. Without ``copies_tokens``, the tokens stay until
         ``SLOTS`` steps later. logprobs: which of them the launches compute. table: what these gather the parameters
-        from; None where the caller has gathered them. mix: the next steps of these kinds of rows are ``ready``. staged:
-        the launches bring the batch, which ``KeyedGraphs.next_batch`` has to be told before each replay, to
-        ``hidden``."""
+        from; None where the caller has gathered them. short: the first two parts of the key by which the next steps
+        like this one find them ``ready``. staged: the launches bring the batch, which ``KeyedGraphs.next_batch`` has to
+        be told before each replay, to ``hidden``."""
         graphs = self._graphs_of(hidden, kind, edits, logprobs, table, staged)
         if graphs.waiting:
             graphs.waiting -= 1
@@ -262,8 +263,8 @@ class StepGraphs:
             if not self._captures(graphs, draw):
                 return None
             self._counts.late_captures += 1
-        elif mix is not None and table is not None:
-            self.ready[hidden.data_ptr(), mix, logprobs] = graphs, table
+        elif short is not None and table is not None:
+            self.ready[*short, logprobs] = graphs, table
         return graphs
 
     def has(self, hidden: torch.Tensor, kind: DrawKind, table: torch.Tensor | None, staged: bool) -> bool:

@@ -16,6 +16,7 @@ from sglang_batches import Configuration, CountingHead, ModelRunner, ScheduleBat
 
 from sgl_flashsample.sglang import drafts, hooks, versions
 from sgl_flashsample.sglang import head as head_module
+from sgl_flashsample.sglang import runtime as runtime_module
 from sgl_flashsample.sglang.hooks import READING_METHODS, WRITING_METHODS, StepHooks
 from sgl_flashsample.sglang.runtime import Runtime
 
@@ -77,6 +78,7 @@ def pretend_gpu(monkeypatch) -> Callable[..., None]:
 
     def say(is_available: bool, is_capturing: bool = False) -> None:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: is_available)
+        monkeypatch.setattr(runtime_module, "has_cuda", lambda: is_available)
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: is_capturing)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: types.SimpleNamespace(cuda_stream=11))
 

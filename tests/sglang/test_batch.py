@@ -3,7 +3,7 @@ parameters of its requests: ``test_row_table.py``."""
 
 from __future__ import annotations
 
-import dataclasses
+import hashlib
 import types
 from typing import Any
 
@@ -218,6 +218,14 @@ def test_requests_without_a_seed_have_seeds_of_their_own_whatever_their_ids():
         for _ in "abc"
     ]
     assert len(set(seeds)) == 9 and all(-(2**63) <= seed < 2**63 for seed in seeds)
+
+
+def test_the_seed_of_a_request_without_one_is_the_hash_of_the_server_its_rank_and_its_number():
+    arrivals = Arrivals(rank=3)
+    for number in range(200):
+        text = f"server 5, rank 3, request {number}"
+        digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+        assert arrivals.seed_of(request(), 5) == int.from_bytes(digest, "little", signed=True)
 
 
 def test_the_samples_of_a_request_without_a_seed_have_seeds_of_their_own():
@@ -578,8 +586,3 @@ def test_a_grammar_wins_at_the_nodes_of_drafts_where_it_is_complete():
     info.acc_additive_penalties = torch.cat([torch.zeros(1, 8), NO_STOP])
     edits = edits_of_nodes(batch, routing, info, masks, 2, CPU)
     assert edits.rows.tolist() == [0, 0, Edit.MASK, both]
-
-
-def test_a_batch_is_immutable():
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        make_batch({}).kinds = b""

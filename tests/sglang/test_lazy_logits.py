@@ -68,6 +68,16 @@ def test_the_first_rows_know_the_states_of_the_captured_graph_and_other_rows_do_
     assert LazyLogits(hidden, 50, "source", compute)[:2].captured is None, "no graph has them"
 
 
+def test_the_first_rows_of_a_graph_are_one_tensor_until_someone_reads_them(hidden, compute):
+    lazy = LazyLogits(hidden, 50, "source", compute, hidden)
+    first = lazy[:2]
+    assert lazy[:2] is first and lazy[:3] is not first
+    first.dense()
+    hidden += 1  # the graph is replayed
+    again = lazy[:2]
+    assert again is not first and torch.equal(again.dense(), hidden[:2] @ WEIGHT.T)
+
+
 READERS = {
     "argmax": lambda z: torch.argmax(z, -1),
     "method": lambda z: z.softmax(-1),

@@ -653,7 +653,7 @@ def test_an_idle_server_brings_its_counters_up_to_date(server_config, prometheus
 
 def test_an_idle_server_reads_what_its_devices_have_counted_and_then_nothing_more(server_config, clock):
     runtime, reads = Runtime(None), []
-    runtime._show_counts = lambda: reads.append(clock[0]) or Runtime._show_counts(runtime)
+    runtime.show_counts = lambda: reads.append(clock[0]) or Runtime.show_counts(runtime)
     runtime.idle()
     assert not reads, "nothing was served"
     runtime.metrics.add_batch(Routing((None,)), 0, None)
@@ -908,7 +908,7 @@ def test_flashinfer_draws_what_a_table_gives_it_only_if_it_draws_right_here(
 def test_a_head_that_shows_itself_during_a_capture_is_prepared_after_it(starting, device, monkeypatch):
     processor, lm_head = Processor(), make_head(weights(device))
     with monkeypatch.context() as capturing:
-        capturing.setattr(torch.cuda, "is_available", lambda: True)
+        capturing.setattr(runtime_module, "has_cuda", lambda: True)
         capturing.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
         assert starting.head_for(processor, lm_head) is None
     assert starting.head_for(processor, lm_head) is not None

@@ -881,7 +881,7 @@ def test_other_logits_have_no_short_way(moving, name):
     batch, _ = warm(moving)
     lazy: Any = lazy_of(moving.state, moving.hidden, 2, is_captured=name != "no graph of SGLang's")
     if name == "logits that were read":
-        lazy._dense = torch.zeros(2, VOCAB)
+        lazy.computed = torch.zeros(2, VOCAB)
     if name == "plain logits":
         lazy = torch.zeros(2, VOCAB)
     info = types.SimpleNamespace(**{BATCH_ATTRIBUTE: batch, "grammars": None})
@@ -1172,7 +1172,7 @@ def test_every_step_is_counted_once_whether_launched_or_replayed(pair, kind):
         server.step()
     server.step(return_logprob=True)  # launched
     for _ in range(2):
-        server.runtime._show_counts()  # nothing twice
+        server.runtime.show_counts()  # nothing twice
     truncated = f", {2 * steps} of the rows with top-k, top-p or min-p (0 by a search)" if kind == "truncated" else ""
     summary = server.runtime.metrics.summary()
     assert summary.startswith(f"since the start: fused {2 * steps} rows in {steps} batches{truncated}; ")
@@ -1207,7 +1207,7 @@ def test_steps_of_the_short_way_draw_what_launches_draw_and_are_counted_once(sho
     server.state.step_graphs = lambda *arguments, **options: pytest.fail("looked at in full")
     for _ in range(3):
         assert server.step() == both.launching.step()
-    server.runtime._show_counts()
+    server.runtime.show_counts()
     truncated = f", {2 * steps} of the rows with top-k, top-p or min-p (0 by a search)" if kind == "truncated" else ""
     summary = server.runtime.metrics.summary()
     assert summary.startswith(f"since the start: fused {2 * steps} rows in {steps} batches{truncated}; ")

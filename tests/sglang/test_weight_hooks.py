@@ -289,7 +289,7 @@ def test_a_hook_that_did_not_land_is_named(server_config, pretend):
 
 DRAFTS = Drafts(None, DraftMode.COUPLED)
 INSTALLATIONS = {  # with further targets that are looked for
-    "a step": (hooks.install, versions.HOOK_TARGETS, ()),
+    "a step": (lambda _: hooks.install(types.SimpleNamespace(metrics=None)), versions.HOOK_TARGETS, ()),
     "drafts": (hooks.install_drafts, versions.DRAFT_TARGETS, versions.READ_CALLS),
 }
 
