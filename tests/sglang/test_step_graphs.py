@@ -28,6 +28,7 @@ from head_states import (
     make_batch,
     make_head,
     make_state,
+    metadata_of,
     mixed_temperatures,
     request,
     settle,
@@ -710,7 +711,7 @@ def test_after_sglang_has_captured_its_model_anew_graphs_are_captured_for_the_ne
 ):
     state = ahead.drawing.state
     monkeypatch.setattr(runtime_module, "_is_capturing", lambda: True)
-    metadata = types.SimpleNamespace(forward_mode=types.SimpleNamespace(is_decode=lambda: True))
+    metadata = metadata_of("decode")
     ahead.idle()
     before, places = ahead.drawing.graphs, {rows: hidden_of(rows) for rows in (2, 4, 3)}
     for hidden in places.values():
