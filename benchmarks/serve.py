@@ -71,7 +71,7 @@ from sgl_flashsample.tools.bench import (
     generate,
     measure,
 )
-from sgl_flashsample.tools.samplings import SAMPLINGS, SERVED, Sampling
+from sgl_flashsample.tools.samplings import SAMPLINGS, SERVED, Sampling, server_arguments
 from sgl_flashsample.tools.server import Server, ServerError
 
 BATCHES, FAST_BATCHES, FAST_SAMPLINGS = (1, 8, 32, 64), (1, 8, 64), ("t1", "trunc", "greedy")
@@ -183,6 +183,7 @@ class ModelRun:
         if DRY_RUN:
             return PretendedServer(log, CACHE_TOKENS)
         arguments = ["--mem-fraction-static", str(self.options.memory_share)]
+        arguments += server_arguments(self.options.samplings)
         if self.options.tp * self.options.pp > 1:
             arguments += ["--tp-size", str(self.options.tp), "--pp-size", str(self.options.pp)]
             variables = variables | {RANKS_VARIABLE: "1"}

@@ -150,7 +150,7 @@ def kernels_options(parser: argparse.ArgumentParser) -> None:
     names = [str(shape) for shape in SHAPES]
     parser.add_argument("--paths", nargs="+", choices=(*OURS, *BASELINES))
     parser.add_argument("--shapes", nargs="+", choices=names, default=names, metavar="DxV")
-    parser.add_argument("--samplings", nargs="+", choices=SAMPLINGS)
+    parser.add_argument("--samplings", nargs="+", choices=[name for name in SAMPLINGS if not SAMPLINGS[name].server])
     parser.add_argument("--compare-with", type=Path, metavar="OLDER", help="another tree of the project")
     parser.add_argument("--limit", type=float, default=570.0, help="seconds after which no further race begins")
 

@@ -80,8 +80,9 @@ both the same kind of requests. Arguments that are not listed here go to both se
 not fit on the GPU they run in turns. A difference is named only where its 99 % confidence interval excludes zero.
 
 samplings: t1 (temperature 1), trunc (temperature 0.7, top_p 0.9, top_k 50), greedy, penalty, json, logprob,
-top-logprobs, ids (logprobs of 16 given ids), prompt-logprobs; with --traffic also mix: 40 % trunc, 20 % t1, 20 %
-greedy, 10 % penalties or bias, 10 % JSON or logprobs
+top-logprobs, ids (logprobs of 16 given ids), prompt-logprobs, processor (a custom logit processor: SGLang's own sampler
+serves it in both); with --traffic also mix: 40 % trunc, 20 % t1, 20 % greedy, 10 % penalties or bias, 10 % JSON or
+logprobs
 
 A batch of the same requests from start to end is measured. With --traffic, clients send requests with prompts of 32 to
 512 tokens and answers of 16 to 512, each its next one when the last is answered.
@@ -319,10 +320,10 @@ def bench(options: argparse.Namespace, arguments: list[str]) -> int:
     from .model_config import config_file, head_of
     from .tools import bench as benchmark
     from .tools import traffic as moving
-    from .tools.samplings import SERVED
+    from .tools.samplings import OFFERED
     from .tools.server import ServerError
 
-    served = (*SERVED, *([moving.MIX] * traffic))
+    served = (*OFFERED, *([moving.MIX] * traffic))
     if unknown := sorted(set(names) - set(served)):
         known = ", ".join(served)
         raise ValueError(f"--samplings has {', '.join(unknown)}; expected some of {known}")

@@ -230,9 +230,9 @@ class Head:
 
         The batch takes a GEMM, and its logits, ``[B, V]``, are kept for the readers in scratch of the head. Logprobs
         are those of the edited logits before truncation, at the temperature of the draw, 1 on greedy rows;
-        ``wanted.original``: 1 on all. ``SampleOutput.logprobs`` and ``log_mass`` are None then. Logprobs of a head that
-        is a part of the vocabulary are relative to its ids (``merge_parts``). Never synchronises. Raises ValueError as
-        ``draw``, and for another ``top`` than 0 to 128.
+        ``wanted.original``: 1 on all; or at ``wanted.temperature``. ``SampleOutput.logprobs`` and ``log_mass`` are None
+        with either. Logprobs of a head that is a part of the vocabulary are relative to its ids (``merge_parts``).
+        Never synchronises. Raises ValueError as ``draw``, and for another ``top`` than 0 to 128.
         """
         check_rows("hidden", hidden)
         check_params(params)

@@ -25,13 +25,20 @@ class WantedLogprobs(NamedTuple):
     top: the most likeliest ids of any row, 0 to ``MAX_TOP_LOGPROBS``, 128. counts: ``[B]`` int32, those of each row;
     None: ``top`` in every row. token_ids: ``[B, m]`` int64, absolute ids of each row, -1 in unused places, or
     ``[1, m]``, the same for all rows; None: no given ids. original: at temperature 1 in every row, edits included
-    (``SGLANG_RETURN_ORIGINAL_LOGPROB``); else at the temperature of the draw.
+    (``SGLANG_RETURN_ORIGINAL_LOGPROB``); else at the temperature of the draw. temperature: ``[B]`` float32, those of
+    the logprobs where the draw has others: a greedy row may have one beside sampled rows.
     """
 
     top: int = 0
     counts: torch.Tensor | None = None
     token_ids: torch.Tensor | None = None
     original: bool = False
+    temperature: torch.Tensor | None = None
+
+    @property
+    def are_of_draw(self) -> bool:
+        """The draw has the same temperatures."""
+        return not self.original and self.temperature is None
 
     @classmethod
     def of(cls, logprobs: WantedLogprobs | int) -> WantedLogprobs:
@@ -50,6 +57,8 @@ class WantedLogprobs(NamedTuple):
             check_rows("wanted.counts", self.counts, (num_rows,), torch.int32, like)
         if self.token_ids is not None:
             check_ids(self.token_ids, num_rows, like, "wanted.token_ids")
+        if self.temperature is not None:
+            check_rows("wanted.temperature", self.temperature, (num_rows,), torch.float32, like)
 
     def rows(self, start: int, stop: int, num_rows: int) -> WantedLogprobs:
         """The logprobs of the rows from ``start`` to ``stop`` of ``num_rows``, as views."""
@@ -57,7 +66,8 @@ class WantedLogprobs(NamedTuple):
         token_ids = self.token_ids
         if token_ids is not None and token_ids.shape[0] == num_rows:
             token_ids = token_ids[start:stop]
-        return self._replace(counts=counts, token_ids=token_ids)
+        temperature = None if self.temperature is None else self.temperature[start:stop]
+        return self._replace(counts=counts, token_ids=token_ids, temperature=temperature)
 
 
 class Logprobs(NamedTuple):
@@ -115,9 +125,9 @@ class LogprobOutput(NamedTuple):
     """A draw, and the logprobs that were asked for with it.
 
     token_ids: ``[B]`` int64. logprobs: ``[B]`` float32, of these tokens. scores, log_mass: as in ``SampleOutput``;
-    log_mass is None with ``WantedLogprobs.original``. top_logprobs: the likeliest ids of each row, ``token_ids`` and
-    ``logprobs``, ``[B, k]`` each, first the likeliest; None where k is 0. token_ids_logprobs: ``[B, m]`` float32, of
-    given ids; None without any.
+    log_mass is None with other temperatures than the draw's. top_logprobs: the likeliest ids of each row, ``token_ids``
+    and ``logprobs``, ``[B, k]`` each, first the likeliest; None where k is 0. token_ids_logprobs: ``[B, m]`` float32,
+    of given ids; None without any.
     """
 
     token_ids: torch.Tensor

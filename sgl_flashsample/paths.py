@@ -8,6 +8,7 @@ the caller both allow that.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from typing import NamedTuple
 
 import torch
@@ -116,7 +117,7 @@ def launch_with_logprobs(
     head, num_rows = parts.lm_head, max(1, hidden.shape[0])
     head.check(hidden)
     wanted.check(hidden.shape[0], hidden)
-    workspace, known = parts.workspace, not wanted.original
+    workspace, known = parts.workspace, wanted.are_of_draw
     if draws_in_host_memory(hidden.device):
         logits = compute_logits(hidden, head, workspace or Workspace(1, hidden.device))
         drawn = sample_on_cpu(logits, head.spec, params, return_logprob=known)
@@ -148,8 +149,10 @@ def _read_beside(
     scratch: LogprobWorkspace | None,
 ) -> Logprobs:
     """The logprobs that are wanted of the logits that ``drawn`` is of."""
+    if wanted.temperature is not None:
+        params = dataclasses.replace(params, temperature=wanted.temperature)
     rows = LogitRows(logits, spec, params, original=wanted.original, workspace=scratch)
-    return read_logprobs(rows, drawn.token_ids, wanted, None if wanted.original else drawn)
+    return read_logprobs(rows, drawn.token_ids, wanted, drawn if wanted.are_of_draw else None)
 
 
 def logprobs_in_chunks(

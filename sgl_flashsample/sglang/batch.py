@@ -28,6 +28,7 @@ from .row_table import ROWS, TOP_K_OFF, Reason, Row, RowTable, read_requests
 BATCH_ATTRIBUTE = "_flashsample_batch"  # on SamplingBatchInfo
 SLOTS_ATTRIBUTE = "_flashsample_slots"  # on SamplingBatchInfo, for one forward: slots of the rows in SGLang's pool
 REASON_ATTRIBUTE = "_flashsample_reason"  # on LogitsProcessorOutput: why its logits were computed after all
+ROUTING_ATTRIBUTE = "_flashsample_routing"  # on LogitsProcessorOutput: of rows whose logits are there, preprocessed
 PREPROCESS_ATTRIBUTE = "_flashsample_preprocess"  # on LogitsProcessorOutput: SGLang's preprocessing, still to be done
 
 
@@ -71,6 +72,11 @@ class Mix:
     def is_native(self) -> bool:
         """Some row needs SGLang's sampler in every step."""
         return any(row.reason is not None for row in self.rows)
+
+    @functools.cached_property
+    def all_native(self) -> bool:
+        """Every row does."""
+        return bool(self.rows) and all(row.reason is not None for row in self.rows)
 
     @functools.cached_property
     def is_contested(self) -> bool:
@@ -162,6 +168,11 @@ class Batch:
         return Routing.all_fused(len(self))
 
     @functools.cached_property
+    def native(self) -> Routing | None:
+        """The routing of each step where every row needs SGLang's sampler by its request, else None."""
+        return Routing(tuple(row.reason for row in self.rows)) if self.mix.all_native else None
+
+    @functools.cached_property
     def routings(self) -> dict[tuple, Routing]:
         """The other routings made for this batch, by the key of ``routing_of``. A change of the rows makes a new
         ``Batch`` without any."""
@@ -239,11 +250,12 @@ class Routing:
     flags: dict[tuple, tuple[torch.Tensor, torch.Tensor]] = dataclasses.field(default_factory=dict)
     contests: dict[int, torch.Tensor] = dataclasses.field(default_factory=dict)
     _part: Part | None = None
-    _asked: tuple[Any, Any, bool, AskedLogprobs | None] = (None, None, False, None)
+    _asked: tuple[Any, Any, bool, Any, AskedLogprobs | None] = (None, None, False, None, None)
 
     @classmethod
+    @functools.lru_cache(maxsize=1024)
     def whole(cls, reason: Reason, num_rows: int) -> Routing:
-        """A routing of all rows to SGLang's sampler, for one reason."""
+        """The routing of all rows to SGLang's sampler, for one reason."""
         return cls((reason,) * num_rows)
 
     @classmethod
@@ -278,13 +290,22 @@ class Routing:
             self._part = Part(edits, masked, sum(row.truncated for row in rows))
         return self._part
 
-    def asked(self, top: list[int] | None, ids: list | None, original: bool) -> AskedLogprobs | None:
-        """The logprobs that the fused rows ask for beside those of their tokens. SGLang has other lists where a batch
-        has other rows."""
-        last_top, last_ids, last_original, asked = self._asked
-        if last_top is not top or last_ids is not ids or last_original is not original:
-            asked = AskedLogprobs.of(self.native, top, ids, original)
-            self._asked = top, ids, original, asked
+    def asked(
+        self, top: list[int] | None, ids: list | None, original: bool, temperatures: torch.Tensor | None = None
+    ) -> AskedLogprobs | None:
+        """The logprobs that the fused rows ask for beside those of their tokens. SGLang has other lists, and another
+        tensor of temperatures, where a batch has other rows. temperatures: ``[B, 1]`` float32, of the logprobs, where
+        the draw has others."""
+        last_top, last_ids, last_original, last_temperatures, asked = self._asked
+        if (
+            last_top is not top
+            or last_ids is not ids
+            or last_original is not original
+            or last_temperatures is not temperatures
+        ):
+            flat = None if temperatures is None else temperatures.reshape(-1)
+            asked = AskedLogprobs.of(self.native, top, ids, original, flat)
+            self._asked = top, ids, original, temperatures, asked
         return asked
 
     @functools.cached_property
@@ -301,21 +322,26 @@ def routing_of(
     token_ids_logprobs: list | None,
     original_logprobs: bool,
     fuse_grammars: bool,
+    vocab_size: int = MAX_TOP_LOGPROBS,
+    other_temperatures: bool = False,
 ) -> Routing:
     """The routing of this step. Where every row is fused, it is found without a loop over the rows. Otherwise the steps
-    of a batch whose rows do not change share one routing: everything else that it depends on is compared here."""
+    of a batch whose rows do not change share one routing: everything else that it depends on is compared here.
+    vocab_size: a request for the likeliest of more ids than there are is SGLang's, whose sampler refuses it.
+    other_temperatures: the head has logprobs at other temperatures than those of the draw."""
     grammars = (sampling_info.grammars or ()) if not fuse_grammars else ()
     top = (top_logprobs_nums or ()) if return_logprob else ()
     ids = (token_ids_logprobs or ()) if return_logprob else ()
     mix = batch.mix
+    most_top = min(MAX_TOP_LOGPROBS, vocab_size)
     # Original logprobs are at temperature 1 in every row, wherever it has another.
-    tempered = return_logprob and mix.has_other_logprobs and not original_logprobs
+    tempered = return_logprob and mix.has_other_logprobs and not (original_logprobs or other_temperatures)
     lengths = () if not ids or ids.count(None) == len(ids) else tuple(-1 if one is None else len(one) for one in ids)
     if not (
         mix.is_native
         or grammars
         or tempered
-        or max(top, default=0) > MAX_TOP_LOGPROBS
+        or max(top, default=0) > most_top
         or max(lengths, default=-1) > MAX_GIVEN_IDS
     ):
         return batch.fused
@@ -327,7 +353,7 @@ def routing_of(
         if grammars:
             columns.append([None if grammar is None else Reason.GRAMMAR for grammar in grammars])
         if return_logprob:
-            columns.append([(Reason.TOP_LOGPROBS if n > MAX_TOP_LOGPROBS else None) for n in top] or none)
+            columns.append([(Reason.TOP_LOGPROBS if n > most_top else None) for n in top] or none)
             columns.append([(Reason.TOKEN_IDS_LOGPROBS if n > MAX_GIVEN_IDS else None) for n in lengths] or none)
         if tempered:
             columns.append(batch.logprob_reasons)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
+from collections.abc import Hashable
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +19,15 @@ from .head import STAGED_ROWS, HeadState
 from .lazy_logits import LazyLogits
 from .logprobs import AskedLogprobs, PackedLogprobs
 from .row_table import TOP_K_BOUNDS, RowTable
-from .step_graphs import Drawn, EditPlaces, Launched, NextBatch, StepGraphs, can_be_captured
+from .step_graphs import (
+    MAX_PREPARED_BYTES,
+    Drawn,
+    EditPlaces,
+    Launched,
+    NextBatch,
+    StepGraphs,
+    can_be_captured,
+)
 
 logger = logging.getLogger("sgl_flashsample")
 
@@ -30,7 +39,6 @@ COMMON_KINDS = (
     DrawKind(True, None, False, False),
 )
 FULL_STEP_SECONDS = 0.5  # between two steps that follow the model and the life of the screen
-MAX_PREPARED_BYTES = 100 << 20  # device memory that graphs captured ahead may take
 PREPARES_NOTHING = "flashsample: CUDA graphs of the sampling step are captured in steps, not ahead: %s"
 
 
@@ -158,7 +166,7 @@ def _draw(lazy: LazyLogits, step: Step) -> Drawn:
             padded,
             kind,
             edits,
-            step.return_logprob if asked is None or wanted is None else (asked.layout, *map(_place_of, wanted[1:3])),
+            step.return_logprob if asked is None or wanted is None else _layout_of(asked, wanted),
             table.lines if gathers else None,
             None if needs_more else (num_rows if staged else padded.data_ptr(), mix),
             staged,
@@ -205,8 +213,10 @@ def _launches(
     return launch(state, padded, params_of(state, kind, edits, rows), logprobs, retry=False)
 
 
-def _place_of(tensor: torch.Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
+def _layout_of(asked: AskedLogprobs, wanted: WantedLogprobs) -> Hashable:
+    """The facts of these logprobs that the launches of a graph depend on: where it reads what is told, too."""
+    places = wanted.counts, wanted.token_ids, wanted.temperature
+    return asked.layout, *(None if one is None else one.data_ptr() for one in places)
 
 
 def gather(state: HeadState, step: Step, rows: int) -> None:

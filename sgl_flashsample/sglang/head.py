@@ -22,6 +22,7 @@ from ..selfcheck import MAX_COMPILED_ROWS, compare_rows_with_reference
 from . import support
 from .batch import DrawKind
 from .exchange import Exchange
+from .logits_graphs import LogitsGraphs
 from .logprobs import AskedLogprobs, LogprobInputs
 from .metrics import DeviceCounters
 from .screen_lifecycle import HeadScreen
@@ -73,6 +74,7 @@ class HeadState:
         self._too_large_until = 0.0
         self._searched: DeviceCounters | None = None
         self.graphs: StepGraphs | None = None
+        self._logits_graphs: LogitsGraphs | None = None
         self._waiting: tuple[Screen | None, StepGraphs | None] = (None, None)  # with another screen, or without one
         self.captured: dict[int, torch.Tensor] = {}
         self.was_recaptured = False
@@ -132,6 +134,23 @@ class HeadState:
     def drop_graphs(self) -> None:
         """The graphs hold something that has changed: the next steps capture others."""
         self.graphs, self._waiting = None, (None, None)
+        self._logits_graphs = None
+
+    @property
+    def logits_graphs(self) -> LogitsGraphs | None:
+        """The CUDA graphs of the logits of SGLang's steps; None where those are launched, as the gather of ranks is."""
+        if not self.use_step_graphs or self.exchange is not None:
+            return None
+        made_of, graphs = self._current_fingerprint(), self._logits_graphs
+        if graphs is None or graphs.made_of != made_of:
+            taken = 0 if self.graphs is None else self.graphs.num_bytes
+            graphs = self._logits_graphs = LogitsGraphs(self._capture_graphs(), self.counts, made_of, taken)
+        return graphs
+
+    def _capture_graphs(self) -> Capture:
+        if self._capture is None:
+            self._capture = CudaCapture(self.head.lm_head.weight.device)
+        return self._capture
 
     @property
     def status(self) -> dict[str, Any]:
@@ -140,6 +159,7 @@ class HeadState:
         screen_bytes = 0 if screen is None else screen.num_bytes
         memory = None if self.exchange is None else self.exchange.memory
         exchanged_bytes = 0 if memory is None else memory.total_bytes
+        captured = [graphs for graphs in (self.graphs, self._logits_graphs) if graphs is not None]
         return {
             "vocab_size": self.processor.vocab_size,
             "ranks": 1 if self.exchange is None else self.exchange.num_ranks,
@@ -147,8 +167,8 @@ class HeadState:
             "dtype": str(weight.dtype).removeprefix("torch."),
             "table": self.table_file,
             "screen": None if screen is None else {"rows": screen.rows, "bytes": screen_bytes, "paused": screen.paused},
-            "graphs": 0 if self.graphs is None else self.graphs.count,
-            "graph_bytes": 0 if self.graphs is None else self.graphs.num_bytes,
+            "graphs": sum(graphs.count for graphs in captured),
+            "graph_bytes": sum(graphs.num_bytes for graphs in captured),
             "bytes": screen_bytes + sum(scratch.num_bytes for scratch in self.head.workspaces) + exchanged_bytes,
         }
 
@@ -339,9 +359,8 @@ class HeadState:
         if by_flashinfer and head.table.takes_flashinfer(num_rows, BatchKind(kind.truncated, edited)):
             return None
         if self.graphs is None:
-            if self._capture is None:
-                self._capture = CudaCapture(head.lm_head.weight.device)
-            self.graphs = StepGraphs(head.workspaces, head.max_rows, self._capture, self.counts, self.copies_tokens)
+            capture = self._capture_graphs()
+            self.graphs = StepGraphs(head.workspaces, head.max_rows, capture, self.counts, self.copies_tokens)
         assert self.graphs is not None
         return None if self.graphs.is_off else self.graphs
 

@@ -49,9 +49,18 @@ from collections.abc import Callable
 from typing import Any
 
 from . import versions
-from .batch import BATCH_ATTRIBUTE, PREPROCESS_ATTRIBUTE, REASON_ATTRIBUTE, SLOTS_ATTRIBUTE, Batch, batch_of
+from .batch import (
+    BATCH_ATTRIBUTE,
+    PREPROCESS_ATTRIBUTE,
+    REASON_ATTRIBUTE,
+    ROUTING_ATTRIBUTE,
+    SLOTS_ATTRIBUTE,
+    Batch,
+    batch_of,
+)
 from .drafts import Drafts
 from .lazy_logits import LazyLogits, plain
+from .logits_graphs import CapturedLogits
 from .row_table import Reason
 from .runtime import RankError, Runtime, mode_of
 from .settings import NotActiveError, refuse_to_start
@@ -108,11 +117,19 @@ class StepHooks:
         if state is None:
             return original(processor, hidden_states, lm_head, logits_metadata, embedding_bias, use_logits_buffer)
 
-        def compute(hidden: Any) -> Any:
+        def launches(hidden: Any) -> Any:
             return original(processor, hidden, lm_head, logits_metadata, None, False)
 
+        def launches_of_all() -> Any:
+            return original(processor, hidden_states, lm_head, logits_metadata, None, True)
+
+        compute: Callable[[Any], Any] = launches
         is_captured = self.runtime.captures_model(processor, state, hidden_states, logits_metadata)
         captured, prefills = hidden_states if is_captured else None, mode_of(logits_metadata).prefills
+        ends_step = is_captured and state.captured.get(hidden_states.shape[0]) is hidden_states
+        if ends_step:
+            place = getattr(logits_metadata, "next_token_logits_buffer", None)
+            compute = CapturedLogits(state, hidden_states, launches, launches_of_all, place)
         lazy = LazyLogits(hidden_states, processor.vocab_size, state, compute, captured, prefills)
         self.metrics.scheduling_seconds += time.perf_counter() - started
         return lazy
@@ -152,11 +169,20 @@ class StepHooks:
         self, original: Callable, model_runner: Any, logits_output: Any, sampling_info: Any, *args: Any, **kwargs: Any
     ) -> Any:
         """ModelRunner._preprocess_logits: applies penalties, grammar and bias to real logits. Logits that are not
-        computed yet are left alone: the sampler, which SGLang calls next, does it for the rows that need it."""
+        computed yet are left alone: the sampler, which SGLang calls next, does it for the rows that need it. Where each
+        request needs SGLang's sampler, all is done as in stock."""
         started, lazy = time.perf_counter(), logits_output.next_token_logits
         if isinstance(lazy, LazyLogits):
             observed = bool(args) or (bool(kwargs) and any(value is not None for value in kwargs.values()))
             if not observed and not lazy.is_dense:
+                batch: Batch | None = getattr(sampling_info, BATCH_ATTRIBUTE, None)
+                if self.runtime.inactive_reason is not None:
+                    batch = None
+                native = None if batch is None else batch.native
+                if batch is not None and native is not None and len(batch.kinds) == lazy.hidden.shape[0]:
+                    setattr(logits_output, ROUTING_ATTRIBUTE, native)
+                    logits_output.next_token_logits = lazy.dense()
+                    return original(model_runner, logits_output, sampling_info)
                 sampling_info.grammar_mask = None  # a mask that a departed request left behind
                 setattr(logits_output, PREPROCESS_ATTRIBUTE, functools.partial(original, model_runner))
                 self.metrics.scheduling_seconds += time.perf_counter() - started

@@ -21,23 +21,25 @@ _LEAST_IDS = 8  # places for given ids, of which there are powers of two
 
 class LogprobLayout(NamedTuple):
     """The facts that the launches of a graph depend on. top: likeliest ids of a row, up to the next width of the
-    kernels. ids: places for given ids. original: as in ``WantedLogprobs``."""
+    kernels. ids: places for given ids. original: as in ``WantedLogprobs``. tempered: with temperatures of their own."""
 
     top: int
     ids: int
     original: bool
+    tempered: bool = False
 
 
 @dataclasses.dataclass(eq=False)
 class AskedLogprobs:
     """The logprobs that SGLang asks for in one step. top: likeliest ids, per row; empty where no fused row asks for
     them. ids: given ids, per row, None in a row without; empty where no fused row has any. native: rows of SGLang's
-    sampler."""
+    sampler. temperatures: ``[B]`` float32, of the logprobs, where the draw has others."""
 
     layout: LogprobLayout
     top: Sequence[int]
     ids: Sequence[Sequence[int] | None]
     native: frozenset[int]
+    temperatures: torch.Tensor | None = None
 
     @classmethod
     def of(
@@ -46,16 +48,18 @@ class AskedLogprobs:
         top: Sequence[int] | None,
         ids: Sequence[Sequence[int] | None] | None,
         original: bool,
+        temperatures: torch.Tensor | None = None,
     ) -> AskedLogprobs | None:
-        """None where the fused rows ask for nothing beside the logprobs of their tokens, at their temperatures."""
+        """None where the fused rows ask for nothing beside the logprobs of their tokens, at the temperatures of the
+        draw."""
         rows = frozenset(native)
         most = max((n for row, n in enumerate(top or ()) if row not in rows), default=0)
         given = max((len(one) for row, one in enumerate(ids or ()) if one is not None and row not in rows), default=-1)
-        if most == 0 and given < 0 and not original:
+        if most == 0 and given < 0 and not original and temperatures is None:
             return None
         width = 0 if given < 0 else max(_LEAST_IDS, 1 << max(0, given - 1).bit_length())
-        layout = LogprobLayout(width_of(most) if most else 0, width, original)
-        return cls(layout, (top or ()) if most else (), (ids or ()) if width else (), rows)
+        layout = LogprobLayout(width_of(most) if most else 0, width, original, temperatures is not None)
+        return cls(layout, (top or ()) if most else (), (ids or ()) if width else (), rows, temperatures)
 
     def same_as(self, other: AskedLogprobs | None) -> bool:
         """The device has been told the same."""
@@ -63,6 +67,7 @@ class AskedLogprobs:
             other is not None
             and self.layout == other.layout
             and self.native == other.native
+            and self.temperatures is other.temperatures
             and list(self.top) == list(other.top)
             and list(self.ids) == list(other.ids)
         )
@@ -86,6 +91,8 @@ class AskedLogprobs:
 
         keeps_tensors: SGLang sends the lists to another process of a pipeline, as tensors.
         """
+        if not (self.top or self.ids):
+            return
         rows = read.clone() if keeps_tensors else HostCopy(read)
         if self.top:
             for place, name in enumerate(("next_token_top_logprobs_idx", "next_token_top_logprobs_val")):
@@ -180,11 +187,13 @@ class HostRow(NamedTuple):
 
 
 class LogprobInputs:
-    """The counts and the given ids of a step's rows, where graphs read them. max_rows: of the largest batch."""
+    """The counts, the given ids and the temperatures of a step's rows, where graphs read them. max_rows: of the largest
+    batch."""
 
     def __init__(self, max_rows: int, device: torch.device) -> None:
         self.max_rows, self._device = max_rows, device
         self._counts = torch.zeros(max_rows, dtype=torch.int32, device=device)
+        self._temperatures = torch.ones(max_rows, dtype=torch.float32, device=device)
         self._ids: dict[int, torch.Tensor] = {}  # [max_rows, m], by m
         self._loaded: tuple[AskedLogprobs | None, int] = (None, 0)
 
@@ -206,12 +215,15 @@ class LogprobInputs:
                 lines = [list(one or ()) if here else [] for one, here in zip(asked.ids, fused, strict=False)]
                 lines += [[]] * (num_rows - len(lines))
                 self._copy(ids, [line + [-1] * (layout.ids - len(line)) for line in lines])
+            if asked.temperatures is not None:
+                self._temperatures[: len(asked.temperatures)].copy_(asked.temperatures)
             self._loaded = asked, num_rows
         return WantedLogprobs(
             layout.top,
             self._counts[:num_rows] if layout.top else None,
             None if ids is None else ids[:num_rows],
             layout.original,
+            self._temperatures[:num_rows] if layout.tempered else None,
         )
 
     def _copy(self, to: torch.Tensor, values: list) -> None:

@@ -12,10 +12,12 @@ import torch
 from sglang.srt.layers.sampler import Sampler
 from sglang.srt.runtime_context import get_exec
 
+from ..kernels.workspace import MAX_TOP_LOGPROBS
 from .batch import (
     BATCH_ATTRIBUTE,
     PREPROCESS_ATTRIBUTE,
     REASON_ATTRIBUTE,
+    ROUTING_ATTRIBUTE,
     SLOTS_ATTRIBUTE,
     Batch,
     GrammarError,
@@ -101,6 +103,12 @@ class FlashSampler(Sampler):
                 if runtime.metrics.add_fused(len(batch.kinds), batch.num_truncated, started):
                     runtime.show_counts()
                 return drawn.token_ids
+        routing = vars(logits_output).pop(ROUTING_ATTRIBUTE, None)
+        if routing is not None:
+            arguments = logits_output, sampling_info, return_logprob, top_logprobs_nums, token_ids_logprobs, positions
+            tokens = self._native(*arguments, **kwargs)
+            runtime.count(logits_output, None, routing, tokens, started)
+            return tokens
         call = Call(logits_output, sampling_info, return_logprob, top_logprobs_nums, token_ids_logprobs, positions)
         preprocess = vars(logits_output).pop(PREPROCESS_ATTRIBUTE, None)
         num_rows = logits_output.next_token_logits.shape[0]
@@ -148,6 +156,8 @@ class FlashSampler(Sampler):
             call.return_logprob,
             call.top_logprobs_nums,
             call.token_ids_logprobs,
+            vocab_size=lazy.shape[1],
+            other_temperatures=lazy.source.exchange is None,
         )
         if routing.native and not routing.all_native and runtime.no_mixing_reason is not None:
             raise Unserved(Reason.ERROR)
@@ -176,7 +186,10 @@ class FlashSampler(Sampler):
             asked = None
             if call.return_logprob:
                 original = runtime.settings.original_logprobs
-                asked = routing.asked(call.top_logprobs_nums, call.token_ids_logprobs, original)
+                # Original logprobs are at temperature 1 in every row, wherever it has another.
+                tempered = batch.mix.has_other_logprobs and not original
+                temperatures = call.sampling_info.temperatures if tempered else None
+                asked = routing.asked(call.top_logprobs_nums, call.token_ids_logprobs, original, temperatures)
             drawn = draw(lazy, Step(batch, slots, call.positions, edits, call.return_logprob, asked=asked))
         except GrammarError as error:  # its rows are SGLang's from the next step on
             runtime.stop_grammars(str(error), error.everywhere)
@@ -216,6 +229,8 @@ def guarded_routing(
     return_logprob: bool,
     top_logprobs_nums: list[int] | None,
     token_ids_logprobs: list | None,
+    vocab_size: int = MAX_TOP_LOGPROBS,
+    other_temperatures: bool = False,
 ) -> Routing:
     """``routing_of`` in this server. Raises Unserved after a failure: a request must not fail because its needs cannot
     be read."""
@@ -228,6 +243,8 @@ def guarded_routing(
             token_ids_logprobs,
             runtime.settings.original_logprobs,
             runtime.no_grammars_reason is None,
+            vocab_size,
+            other_temperatures,
         )
     except Exception as error:
         runtime.disable(f"routing: {type(error).__name__}: {error}")

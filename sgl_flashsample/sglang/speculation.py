@@ -113,7 +113,13 @@ class SpeculationHooks:
         if not lazy.source.fits(num_rows * num_nodes):
             raise Unserved(Reason.OUT_OF_MEMORY)
         routing = guarded_routing(
-            runtime, rows, info, batch.return_logprob, batch.top_logprobs_nums, batch.token_ids_logprobs
+            runtime,
+            rows,
+            info,
+            batch.return_logprob,
+            batch.top_logprobs_nums,
+            batch.token_ids_logprobs,
+            vocab_size=lazy.shape[1],
         )
         reason = next(filter(None, routing.reasons), None)
         if reason is not None:

@@ -29,6 +29,7 @@ logger = logging.getLogger("sgl_flashsample")
 SLOTS = 2  # graphs per key, replayed in turn
 PATIENCE = 4  # steps with equal keys before one is captured: a capture takes longer than a draw
 RETRY_SECONDS = 300.0  # after a lack of memory or a failed capture, until the next try
+MAX_PREPARED_BYTES = 100 << 20  # device memory that graphs captured ahead, and those of logits, may take
 
 
 class Graph(Protocol):
@@ -274,11 +275,11 @@ class StepGraphs:
         self, draw: Draw, hidden: torch.Tensor, kind: DrawKind, table: torch.Tensor | None, staged: bool
     ) -> None:
         """Capture the graphs of such steps ahead."""
-        graphs, free = self._graphs_of(hidden, kind, None, False, table, staged), _free_bytes(hidden.device)
+        graphs, free = self._graphs_of(hidden, kind, None, False, table, staged), free_bytes(hidden.device)
         graphs.waiting = 0
         while len(graphs.captured) < SLOTS and self._captures(graphs, draw):
             pass
-        self.num_bytes += max(0, free - _free_bytes(hidden.device))
+        self.num_bytes += max(0, free - free_bytes(hidden.device))
 
     def _graphs_of(
         self,
@@ -340,7 +341,8 @@ class StepGraphs:
         return buffer[:num_rows]
 
 
-def _free_bytes(device: torch.device) -> int:
+def free_bytes(device: torch.device) -> int:
+    """Free memory of a GPU; 0 of a CPU."""
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
 
 

@@ -39,7 +39,7 @@ from ..autotune.race import Ratio
 from ..autotune.timing import Timing, describe_machine, memory_share
 from ..files import write_whole
 from .progress import Progress
-from .samplings import SAMPLINGS, Sampling
+from .samplings import SAMPLINGS, Sampling, server_arguments
 from .server import RequestError, Server, ServerError
 
 STOCK, OURS = "stock", "flashsample"
@@ -305,7 +305,7 @@ class Bench:
     def server(self, label: str) -> Server:
         """Not started."""
         options = self.options
-        arguments = [*options.arguments, "--enable-metrics"]
+        arguments = [*options.arguments, "--enable-metrics", *server_arguments(self._kinds)]
         if not any(argument.split("=")[0] == "--max-total-tokens" for argument in arguments):
             arguments += ["--max-total-tokens", str(options.load.kv_tokens(max(options.batches)))]
         return Server.on_this_machine(

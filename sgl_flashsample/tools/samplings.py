@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 # A list of objects that no answer of a benchmark's length ends; numbers, words and fixed text in turn.
@@ -32,11 +33,12 @@ EDITS = {
 
 class Sampling(NamedTuple):
     """One way of sampling. title: its name in tables. params: the sampling parameters of a request. fields: the other
-    fields of a request."""
+    fields of a request. server: arguments of a server that takes such requests."""
 
     title: str
     params: dict[str, Any]
     fields: dict[str, Any] = {}  # noqa: RUF012 (never changed)
+    server: tuple[str, ...] = ()
 
     @property
     def temperature(self) -> float:
@@ -67,6 +69,10 @@ _BIAS: dict[str, Any] = {"logit_bias": {"100": 3.0, "200": -100.0}}
 _GRAMMAR: dict[str, Any] = {"json_schema": json.dumps(JSON_SCHEMA)}
 _TRUNCATED: dict[str, Any] = {"temperature": 0.7, "top_p": 0.9, "top_k": 50}
 _TRUNC = "temperature 0.7, top_p 0.9, top_k 50"
+# SGLang's own ``DisallowedTokensLogitsProcessor``, as its ``to_str`` gives it: the class by its name, pickled.
+PROCESSOR = json.dumps(
+    {"callable": b"csglang.srt.sampling.custom_logit_processor\nDisallowedTokensLogitsProcessor\n.".hex()}
+)
 SAMPLINGS: dict[str, Sampling] = {
     "t1": _sampling("temperature 1"),
     "trunc": Sampling(_TRUNC, _TRUNCATED),
@@ -85,6 +91,12 @@ SAMPLINGS: dict[str, Sampling] = {
     "prompt-logprobs": Sampling(
         "temperature 1, logprobs of the prompt", {"temperature": 1.0}, {"return_logprob": True, "logprob_start_len": 0}
     ),
+    "processor": Sampling(
+        f"{_TRUNC}, custom logit processor",
+        _TRUNCATED | {"custom_params": {"token_ids": [100, 200]}},
+        {"custom_logit_processor": PROCESSOR},
+        ("--enable-custom-logit-processor",),
+    ),
     "k20p95": _sampling("top_k 20, top_p 0.95", top_k=20, top_p=0.95),
     "k50p90": _sampling("top_k 50, top_p 0.9", top_k=50, top_p=0.9),
     "p90": _sampling("top_p 0.9", top_p=0.9),
@@ -101,5 +113,11 @@ SAMPLINGS: dict[str, Sampling] = {
     "T0.6 k20p95": _sampling("temperature 0.6, top_k 20, top_p 0.95", 0.6, top_k=20, top_p=0.95),
     "T0.6 k50p90": _sampling("temperature 0.6, top_k 50, top_p 0.9", 0.6, top_k=50, top_p=0.9),
 }
-# Samplings of servers: what ``bench`` offers, and ``benchmarks/serve.py`` measures.
+# Samplings of servers: what ``benchmarks/serve.py`` measures, and what ``bench`` offers.
 SERVED = ("t1", "trunc", "greedy", "penalty", "json", "logprob", "top-logprobs", "ids", "prompt-logprobs")
+OFFERED = (*SERVED, "processor")
+
+
+def server_arguments(samplings: Iterable[str]) -> list[str]:
+    """The arguments of a server that takes requests of these samplings."""
+    return list(dict.fromkeys(argument for name in samplings for argument in SAMPLINGS[name].server))

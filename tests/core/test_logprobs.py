@@ -95,8 +95,9 @@ def assert_drawn(case: Case, wanted: WantedLogprobs, slack: float = 0.0) -> None
     plain = head.draw(case.hidden, case.params, path=path, return_logprob=True)
     assert torch.equal(drawn.token_ids, plain.token_ids) and torch.equal(drawn.scores, plain.scores)
     temperature = None if wanted.original else case.params.temperature
+    temperature = temperature if wanted.temperature is None else wanted.temperature
     assert_reference(found, case.edited, drawn.token_ids, wanted, temperature, slack)
-    if wanted.original:
+    if not wanted.are_of_draw:
         assert drawn.logprobs is drawn.log_mass is None
     else:
         # Two paths may round a sum otherwise.
@@ -119,6 +120,14 @@ def test_logprobs_are_the_references_and_tokens_those_of_a_draw_without_them(pla
         counts = torch.tensor([3, 0, k, -1, 1, k, 2][:num_rows], dtype=torch.int32, device=place)
         wanted = WantedLogprobs(k, counts, some_ids(num_rows, 9, vocab, place), original)
         assert_drawn(case, wanted)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_logprobs_may_have_other_temperatures_than_the_draw(place, kind):
+    case = make_case(5, 515, place, kind)
+    temperature = torch.tensor([0.5, 3.0, 0.0, 1.0, 0.7], device=place)  # 0: the row counts as one at 1
+    for wanted in (WantedLogprobs(), WantedLogprobs(4, token_ids=some_ids(5, 9, 515, place))):
+        assert_drawn(case, wanted._replace(temperature=temperature))
 
 
 def test_a_vocabulary_may_have_fewer_ids_than_are_wanted(place):
@@ -426,6 +435,7 @@ IDS = torch.zeros(9, 2, dtype=torch.int64)
             r"wanted.token_ids is \(8, 2\); expected a tensor of shape \(9, m\) or \(1,",
         ),
         (WantedLogprobs(token_ids=IDS.int()), r"wanted.token_ids is \(9, 2\) torch.int32"),
+        (WantedLogprobs(temperature=torch.ones(8)), r"wanted.temperature is \(8,\)"),
     ],
 )
 def test_what_is_wanted_and_does_not_fit_is_named(device, wanted, message):

@@ -143,7 +143,8 @@ def _drawn_with_logprobs(
     """The reference's draw, and the logprobs that are wanted."""
     logits = _edited(dots, spec, params)
     temperature = torch.ones_like(params.temperature) if wanted.original else params.temperature
-    drawn = _drawn_from(logits, params, not wanted.original)
+    temperature = temperature if wanted.temperature is None else wanted.temperature
+    drawn = _drawn_from(logits, params, wanted.are_of_draw)
     of_tokens = gather_logprobs_ref(logits, drawn.token_ids[:, None], temperature)[:, 0].float()
     top = None
     if wanted.top:

@@ -208,8 +208,8 @@ class CountedGraph:
     """A CUDA graph; without one, it runs the launches again, into the tensors of the first run, as a graph would."""
 
     capture: CountingCapture
-    launches: Callable[[], Launched]
-    launched: Launched
+    launches: Callable[[], Any]
+    launched: Any  # a Launched, or logits
     graph: Any
 
     @property
@@ -221,12 +221,14 @@ class CountedGraph:
         if self.graph is not None:
             self.graph.replay()
             return
-        again = self.launches()
-        for name in ("out", "logprobs", "rest"):
-            pairs = zip(*(tree_leaves(getattr(one, name)) for one in (self.launched, again)), strict=True)
-            for output, new in pairs:
-                if torch.is_tensor(output):
-                    output.copy_(new)
+        results = self.launched, _without_scratch(self.launches())
+        for output, new in zip(*map(tree_leaves, results), strict=True):
+            if torch.is_tensor(output):
+                output.copy_(new)
+
+
+def _without_scratch(launched: Any) -> Any:
+    return launched._replace(scratch=None) if isinstance(launched, Launched) else launched
 
 
 class CountingCapture:
@@ -247,7 +249,7 @@ class CountingCapture:
         if self.fails:
             raise RuntimeError("no memory for a graph")
         graph, launched = (None, launches()) if self._cuda is None else self._cuda(launches, pool)
-        self.graphs.append(CountedGraph(self, launches, launched._replace(scratch=None), graph))
+        self.graphs.append(CountedGraph(self, launches, _without_scratch(launched), graph))
         return self.graphs[-1], launched
 
 

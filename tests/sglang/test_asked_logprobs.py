@@ -48,12 +48,16 @@ def original(request, runners, monkeypatch) -> bool:
 def test_rows_get_the_lists_that_sglang_makes(runners, head, info_of, hidden, original, top, ids, greedy):
     rows = [{"temperature": 0}, {"temperature": 0 if greedy else SURE}, {"temperature": 0}, {"temperature": 0}]
     rows[2] |= {"logit_bias": {"17": 3.0}}
+    compare_with_sglang(runners, head, info_of, hidden(4), rows, top, ids)
+
+
+def compare_with_sglang(runners, head, info_of, states, rows: list[dict], top, ids) -> None:
+    """All rows are fused, with the tokens, the logprobs and the lists of SGLang's sampler."""
     ours, stock = (info_of([request(f"r{place}", **row) for place, row in enumerate(rows)]) for _ in range(2))
-    states = hidden(4)
     got, output = runners[0].sample(head.lazy(states), for_forward(ours, True), True, top, ids)
     want, expected = runners[1].sample(head.logits(states), for_forward(stock, True), True, top, ids)
     assert got.tolist() == want.tolist()
-    assert output.customized_info == {"flashsample_path": ["fused"] * 4}
+    assert output.customized_info == {"flashsample_path": ["fused"] * len(rows)}
     torch.testing.assert_close(output.next_token_logprobs, expected.next_token_logprobs, atol=1e-4, rtol=0)
     for name in LISTS:
         mine, theirs = getattr(output, name), getattr(expected, name)
@@ -70,6 +74,69 @@ def test_rows_get_the_lists_that_sglang_makes(runners, head, info_of, hidden, or
                 ), (name, row)
     given = [[] if one is None else one for one in ids] if ids else None
     assert output.next_token_token_ids_logprobs_idx == given
+
+
+@pytest.mark.parametrize("original", [False, True], indirect=True, ids=["at temperature", "original"])
+@pytest.mark.parametrize("top, ids", [(TOP, IDS), (TOP, None), (None, IDS), (None, None)])
+@pytest.mark.parametrize("greedy", [False, True], ids=["sampled", "all greedy"])
+def test_a_greedy_row_with_a_temperature_has_sglangs_logprobs_beside_sampled_rows(
+    runners, head, info_of, hidden, original, top, ids, greedy
+):
+    """At that temperature; at 1 where all rows are greedy. Its token is greedy all the same."""
+    rows = [
+        {"temperature": 0.5, "top_k": 1, "logit_bias": {"17": 3.0}},
+        {"temperature": 0 if greedy else SURE},
+        {"temperature": 3.0, "top_k": 1},
+        {"temperature": 0},
+    ]
+    compare_with_sglang(runners, head, info_of, hidden(4), rows, top, ids)
+
+
+def test_likeliest_ids_that_there_are_not_end_the_step_as_in_sglang(runners, head, info_of, hidden):
+    """Whichever rows of the batch ask for them; SGLang ends the server then."""
+    for top in ([VOCAB + 1, 0], [VOCAB + 1, VOCAB + 1]):
+        for runner in runners:
+            info = info_of([request("r0", temperature=0), request("r1", temperature=0)])
+            states = hidden(2)
+            logits = head.lazy(states) if runner is runners[0] else head.logits(states)
+            with pytest.raises(RuntimeError, match="index k out of range"):
+                runner.sample(logits, info, True, top)
+
+
+def test_the_device_is_told_the_temperatures_of_each_batch():
+    """Rows behind those of the batch, which are padding, have some temperature above 0."""
+    inputs = LogprobInputs(4, CPU)
+    places = set()
+    for temperatures in ([0.5, 2.0, 1.0], [3.0, 0.25], [0.7, 0.8]):
+        asked = AskedLogprobs.of((), None, None, False, torch.tensor(temperatures))
+        wanted = inputs.load(asked, 4)
+        assert torch.equal(wanted.temperature[: len(temperatures)], torch.tensor(temperatures))
+        assert (wanted.temperature > 0).all()
+        places.add(wanted.temperature.data_ptr())
+    assert len(places) == 1, "graphs read them there"
+    assert inputs.load(asked_of([5]), 4).temperature is None
+
+
+def test_steps_with_temperatures_of_logprobs_are_replayed_and_get_those_of_launches(script):
+    rows = [{"temperature": 1.5, "sampling_seed": 1}, {"temperature": 0.5, "top_k": 1}, {"top_p": 0.5}]
+    batch, hidden = make_batch(*rows), hidden_states(CPU, 8)
+    states = make_state(CPU, capture=CountingCapture(), script=script), make_state(CPU, script=script)
+
+    def step(state, number: int, is_captured: bool):
+        whole = LazyLogits(hidden, VOCAB, state, lambda hidden: pytest.fail("logits"), hidden if is_captured else None)
+        asked = AskedLogprobs.of((), None, None, False, torch.tensor([1.5, 0.5 + number, 1.0]))
+        return draw(whole[:3], step_of(batch, torch.arange(3) + number, None, True, asked=asked))
+
+    for number in range(9):
+        hidden.copy_(hidden_states(CPU, 8, number))
+        got, want = step(states[0], number, True), step(states[1], number, False)
+        assert torch.equal(got.token_ids, want.token_ids) and torch.equal(got.logprobs, want.logprobs)
+    assert states[0].counts.replayed >= 4
+    # With room for more rows, the temperatures are elsewhere: those graphs are not replayed again.
+    states[0].wanted(asked_of([5]), 512)
+    replayed = states[0].counts.replayed
+    assert torch.equal(step(states[0], 9, True).logprobs, step(states[1], 9, False).logprobs)
+    assert states[0].counts.replayed == replayed
 
 
 def test_rows_of_sglangs_sampler_keep_what_it_gave_them():
@@ -96,10 +163,10 @@ def test_a_pipeline_gets_tensors_that_stay():
 @pytest.mark.parametrize(
     "top, ids, native, layout",
     [
-        ([0, 5], None, [], (8, 0, False)),
-        ([0, 33], [[1] * 9, None], [], (128, 16, False)),
-        ([40, 5], [[1] * 200, []], [0], (8, 8, False)),
-        (None, [None, [1] * 256], [], (0, 256, False)),
+        ([0, 5], None, [], (8, 0, False, False)),
+        ([0, 33], [[1] * 9, None], [], (128, 16, False, False)),
+        ([40, 5], [[1] * 200, []], [0], (8, 8, False, False)),
+        (None, [None, [1] * 256], [], (0, 256, False, False)),
     ],
 )
 def test_steps_whose_needs_are_alike_have_one_layout(top, ids, native, layout):

@@ -315,8 +315,8 @@ def test_only_so_many_prompts_are_remembered():
 NO_LOGPROBS = (False, None, None, False)
 
 
-def route(batch: Batch, grammars=None, logprobs=NO_LOGPROBS, fuse_grammars: bool = True) -> Routing:
-    return routing_of(batch, types.SimpleNamespace(grammars=grammars), *logprobs, fuse_grammars)
+def route(batch: Batch, grammars=None, logprobs=NO_LOGPROBS, fuse_grammars: bool = True, **facts: Any) -> Routing:
+    return routing_of(batch, types.SimpleNamespace(grammars=grammars), *logprobs, fuse_grammars, **facts)
 
 
 BEAM = {"beam_width": 2}
@@ -350,13 +350,18 @@ def test_each_row_is_fused_unless_something_stands_against_that_row(rows, gramma
         ([{}, GREEDY], (True, [129, 5], [None, [1]], False), ("top_logprobs", None)),
         ([{}, GREEDY], (True, [5, 5], [None, list(range(257))], False), (None, "token_ids_logprobs")),
         ([{}, GREEDY], (True, [0, 5], [list(range(256)), []], True), (None, None)),
-        ([TEMPERED, {}], (True, [5, 5], None, False), (AT_TEMPERATURE, None)),
+        ([TEMPERED, {}], (True, [5, 5], None, False), (None, None)),
         ([TEMPERED, {}], (True, [5, 5], None, True), (None, None)),
         ([BEAM, {}], (True, [5, 5], None, False), ("beam_search", None)),
     ],
 )
 def test_rows_with_logprobs_beside_those_of_their_tokens_are_fused_up_to_a_number(rows, logprobs, reasons):
-    assert route(make_batch(*rows), None, logprobs).reasons == reasons
+    assert route(make_batch(*rows), None, logprobs, vocab_size=600, other_temperatures=True).reasons == reasons
+
+
+def test_the_likeliest_of_more_ids_than_there_are_are_sglangs():
+    asked = True, [101, 100], None, False
+    assert route(make_batch({}, GREEDY), None, asked, vocab_size=100).reasons == ("top_logprobs", None)
 
 
 def test_rows_with_a_grammar_are_sglangs_once_grammars_cannot_be_fused():

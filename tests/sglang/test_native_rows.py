@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sgl_flashsample.kernels.params import SampleOutput
 from sgl_flashsample.sglang.batch import (
+    BATCH_ATTRIBUTE,
     PREPROCESS_ATTRIBUTE,
     REASON_ATTRIBUTE,
     Routing,
@@ -93,7 +94,6 @@ def test_every_row_gets_what_sglang_gives_it_in_the_whole_batch(
         assert got.tolist() == want.tolist()
         reasons = list(REASONS)
         if return_logprob:
-            reasons[5] = "native:greedy_logprob_at_temperature"
             torch.testing.assert_close(output.next_token_logprobs, expected.next_token_logprobs, atol=1e-4, rtol=0)
             for name in ("next_token_top_logprobs_val", "next_token_token_ids_logprobs_val"):
                 for mine, theirs in zip(getattr(output, name), getattr(expected, name), strict=True):
@@ -107,6 +107,46 @@ def test_every_row_gets_what_sglang_gives_it_in_the_whole_batch(
         for info in (ours, stock):
             see(info, want.tolist())
     assert not head.computed
+
+
+@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "no overlap"])
+@pytest.mark.parametrize("return_logprob", [False, True], ids=["tokens", "logprobs"])
+def test_requests_that_are_all_sglangs_are_sampled_as_in_stock_without_a_routing_in_each_step(
+    runners, head, disallow, info_of, hidden, monkeypatch, overlap, return_logprob
+):
+    banned = {"token_ids": [3, 4]}
+    rows = [
+        request("frequency", disallow, **GREEDY, frequency_penalty=1.5, custom_params=banned),
+        request("tempered", disallow, temperature=0.5, top_k=1, custom_params=banned),
+        request("sampled", disallow, temperature=0.01, logit_bias={"17": 3.0}, custom_params=banned),
+        request("grammar", disallow, **GREEDY, grammar=grammar(5, 9, 77), custom_params=banned),
+    ]
+    ours, stock = info_of(rows), info_of(rows)
+    monkeypatch.setattr(runners[0].sampler, "_route", lambda *arguments: pytest.fail("a routing"))
+    for step in range(3):
+        states = hidden(4, seed=step // 2)
+        got, output = runners[0].sample(head.lazy(states), for_forward(ours, overlap), return_logprob)
+        want, expected = runners[1].sample(head.logits(states), for_forward(stock, overlap), return_logprob)
+        assert got.tolist() == want.tolist()
+        assert not return_logprob or torch.equal(output.next_token_logprobs, expected.next_token_logprobs)
+        assert torch.equal(output.next_token_logits, expected.next_token_logits)
+        assert output.customized_info == {"flashsample_path": ["native:custom_logit_processor"] * 4}
+        for info in (ours, stock):
+            see(info, want.tolist())
+
+
+@pytest.mark.parametrize("case", ["the fused pass is off", "other rows than were scheduled"])
+def test_such_requests_say_another_reason_where_there_is_one(runners, head, disallow, info_of, hidden, case):
+    info = info_of([request(f"r{row}", disallow, **GREEDY, custom_params={"token_ids": [3]}) for row in range(2)])
+    reason = "inactive"
+    if case == "the fused pass is off":
+        runners[0].sampler.runtime.inactive_reason = "off"
+    else:
+        batch = batch_of(info)
+        setattr(info, BATCH_ATTRIBUTE, batch.keep([0]))
+        reason = "unknown_rows"
+    _, output = runners[0].sample(head.lazy(hidden(2)), info)
+    assert output.customized_info == {"flashsample_path": [f"native:{reason}"] * 2}
 
 
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "no overlap"])

@@ -28,6 +28,7 @@ from head_states import (
     make_batch,
     make_head,
     make_state,
+    metadata_of,
     mixed_temperatures,
     request,
     settle,
@@ -651,7 +652,7 @@ def test_other_kinds_are_captured_in_steps(ahead):
 def test_captures_ahead_stop_at_their_share_of_memory(ahead, monkeypatch):
     """The graphs of each kind take a third of it, and a byte more."""
     third, graphs = draw_module.MAX_PREPARED_BYTES // 3 + 1, ahead.drawing.capture.graphs
-    monkeypatch.setattr(step_graphs, "_free_bytes", lambda device: (1 << 40) - third * (len(graphs) // SLOTS))
+    monkeypatch.setattr(step_graphs, "free_bytes", lambda device: (1 << 40) - third * (len(graphs) // SLOTS))
     ahead.idle()
     assert list(dict.fromkeys(ahead.captured)) == [(4, kind) for kind in COMMON_KINDS[:3]]
     assert ahead.drawing.state.status["graph_bytes"] == 3 * third
@@ -710,7 +711,7 @@ def test_after_sglang_has_captured_its_model_anew_graphs_are_captured_for_the_ne
 ):
     state = ahead.drawing.state
     monkeypatch.setattr(runtime_module, "_is_capturing", lambda: True)
-    metadata = types.SimpleNamespace(forward_mode=types.SimpleNamespace(is_decode=lambda: True))
+    metadata = metadata_of("decode")
     ahead.idle()
     before, places = ahead.drawing.graphs, {rows: hidden_of(rows) for rows in (2, 4, 3)}
     for hidden in places.values():

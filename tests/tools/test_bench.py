@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from serving import CUDA, needs_sglang
 
 from sgl_flashsample.files import write_whole
@@ -248,6 +249,24 @@ def test_a_stock_server_need_not_fuse_where_servers_are_required_to(tmp_path, mo
     values = {"model": "M", "samplings": ("t1",), "batches": (2,), "pairs": 3, "logs": tmp_path, "load": LOAD}
     server = bench.Bench(bench.Options(**values, arguments=())).server(label)
     assert isinstance(server, Server) and server.environment["FLASHSAMPLE_REQUIRE"] == value
+
+
+@pytest.mark.parametrize("label", [bench.STOCK, bench.OURS])
+def test_both_servers_take_custom_logit_processors_where_requests_have_one(tmp_path, label):
+    values = {"model": "M", "batches": (2,), "pairs": 3, "logs": tmp_path, "load": LOAD, "arguments": ()}
+    for samplings, takes in ((("t1", "processor"), True), (("t1",), False)):
+        server = bench.Bench(bench.Options(**values, samplings=samplings)).server(label)
+        assert ("--enable-custom-logit-processor" in server._arguments) is takes
+
+
+@needs_sglang
+def test_sglang_reads_the_custom_logit_processor_of_such_requests():
+    from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor, DisallowedTokensLogitsProcessor
+
+    processor = CustomLogitProcessor.from_str(bench.SAMPLINGS["processor"].fields["custom_logit_processor"])
+    assert type(processor) is DisallowedTokensLogitsProcessor
+    params = [bench.SAMPLINGS["processor"].params["custom_params"]] * 2
+    assert processor(torch.zeros(2, 300), params).isinf().sum(1).tolist() == [2, 2]
 
 
 def test_a_result_says_how_to_measure_it_again_and_what_is_missing(tmp_path, memory, monkeypatch):
