@@ -301,7 +301,7 @@ class HeadState:
         if self.graphs is None:
             if self._capture is None:
                 self._capture = CudaCapture(head.lm_head.weight.device)
-            self._graphs = StepGraphs(head.workspaces, head.max_rows, self._capture, self.counts, self.copies_tokens)
+            self._graphs = StepGraphs(head.workspaces, self._capture, self.counts, self.copies_tokens)
         assert self._graphs is not None
         return None if self._graphs.is_off else self._graphs
 
