@@ -150,10 +150,10 @@ def _place(given, places, which: tl.constexpr):
 
 
 @triton.jit
-def _read(pointer, stride, columns, valid, found, FLAG: tl.constexpr, other: tl.constexpr):
+def _read(pointer, edit_stride, columns, valid, found, FLAG: tl.constexpr, other: tl.constexpr):
     """An edit of ``[B, V]`` float32: its values of these columns in rows with the flag, ``other`` elsewhere."""
     read = valid & ((found.flags & FLAG) != 0)[None, :]
-    return tl.load(pointer + (found.flags >> _SHIFT)[None, :] * stride + columns, mask=read, other=other)
+    return tl.load(pointer + (found.flags >> _SHIFT)[None, :] * edit_stride + columns, mask=read, other=other)
 
 
 @triton.jit
