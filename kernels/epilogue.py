@@ -18,7 +18,7 @@ import triton.language as tl
 
 from . import rng
 from .intrinsics import LN_2, LOG2_E, drop_nan, log2, mul_rn, reciprocal, round_to_bf16
-from .params import LARGEST_LOGIT, NARROW_CAP, PER_ROW, REPEATS_SHIFT, BatchParams, Edit
+from .params import LARGEST_LOGIT, NARROW_CAP, PER_ROW, REPEATS_SHIFT, BatchParams, Edit, MaskOperands
 from .workspace import MAX_TOP_GROUPS
 
 LIMIT = tl.constexpr(LARGEST_LOGIT)
@@ -36,6 +36,7 @@ _MASK = tl.constexpr(int(Edit.MASK))
 _BIAS = tl.constexpr(int(Edit.BIAS))
 _PER_ROW = tl.constexpr(PER_ROW)
 _SHIFT = tl.constexpr(REPEATS_SHIFT)
+_MASK_OPERANDS = tl.constexpr(len(MaskOperands._fields))
 
 
 @triton.jit
@@ -104,25 +105,103 @@ def invert_temperature(temperature):
     return greedy, tl.div_rn(1.0, tl.where(greedy, 1.0, bounded))
 
 
+class RowEdits(NamedTuple):
+    """The edits of a program's rows. flags: ``[BLOCK_B]`` i32, the ``Edit`` flags of each row, and above ``_SHIFT`` the
+    row of the edits that it takes. The others are pointers; None where a mask is the only edit."""
+
+    flags: Any
+    mask: Any
+    additive: Any
+    scaling: Any
+    bias: Any
+
+
 @triton.jit
-def load_edit_flags(edits, given_edits, offs_b, mask_b):
-    """``[BLOCK_B]`` int32: the ``Edit`` flags of each row, and above ``_SHIFT`` the row of the edits that it takes.
-    Rows outside ``mask_b`` have no flag. given_edits: ``FeatureOperands.given_edits``."""
-    flags = tl.zeros(offs_b.shape, tl.int32)
-    if edits is not None:
+def find_edits(edits, given_edits, offs_b, mask_b):
+    """The ``RowEdits`` of these rows; rows outside ``mask_b`` have no flag. None without edits. given_edits:
+    ``FeatureOperands.given_edits``. Once per program: no tile waits for an address."""
+    if edits is None:
+        found = None
+    else:
         every = tl.where(mask_b, -1, 0)
-        flags += given_edits & (_PER_ROW - 1)
+        flags = tl.zeros(offs_b.shape, tl.int32) + (given_edits & (_PER_ROW - 1))
         flags &= tl.load(edits.rows + offs_b, mask=mask_b & ((given_edits & _PER_ROW) != 0), other=every)
         flags |= (offs_b // (given_edits >> _SHIFT)) << _SHIFT
-    return flags
+        mask = _place(edits.mask, edits.places, 2)
+        if len(edits) == _MASK_OPERANDS:
+            found = RowEdits(flags, mask, None, None, None)
+        else:
+            found = RowEdits(
+                flags,
+                mask,
+                _place(edits.additive, edits.places, 0),
+                _place(edits.scaling, edits.places, 1),
+                _place(edits.bias, edits.places, 3),
+            )
+    return found
 
 
 @triton.jit
 def _place(given, places, which: tl.constexpr):
-    """``given``, a pointer to float32, or in its place the address that ``places`` has, which is not 0."""
+    """``given``, a pointer, or in its place the address that ``places`` has, which is not 0."""
     address = tl.load(places + which)
     address = tl.where(address == 0, given.to(tl.int64), address)
-    return tl.multiple_of(address.to(tl.pointer_type(tl.float32)), 16)
+    return tl.multiple_of(address.to(given.dtype), 16)
+
+
+@triton.jit
+def _read(pointer, edit_stride, columns, valid, found, FLAG: tl.constexpr, other: tl.constexpr):
+    """An edit of ``[B, V]`` float32: its values of these columns in rows with the flag, ``other`` elsewhere."""
+    read = valid & ((found.flags & FLAG) != 0)[None, :]
+    return tl.load(pointer + (found.flags >> _SHIFT)[None, :] * edit_stride + columns, mask=read, other=other)
+
+
+@triton.jit
+def _scaled(logits, scale):
+    return tl.where(logits < 0, logits * scale, tl.div_rn(logits, scale))
+
+
+@triton.jit
+def _masked(logits, allowed):
+    return tl.where(allowed, logits, float("-inf"))
+
+
+@triton.jit
+def _biased(logits, bias):
+    """The sum with a finite bias is finite, however large: it forbids nothing."""
+    possible = (logits > float("-inf")) & (bias > float("-inf"))
+    return tl.where(possible, _within_limits(logits + bias), float("-inf"))
+
+
+@triton.jit
+def _unbiased(logits):
+    return tl.where(logits > float("-inf"), _within_limits(logits + 0.0), float("-inf"))  # 0 in the place of -0
+
+
+@triton.jit
+def _within_limits(logits):
+    return tl.minimum(tl.maximum(logits, -LIMIT), LIMIT)
+
+
+@triton.jit
+def _allowed(valid, rows, columns, found, edits, groups):
+    """The ids that the mask allows: bool, ``[BLOCK_V, BLOCK_B]``. Arguments as in ``edit_logits``."""
+    masked = ((found.flags & _MASK) != 0)[None, :]
+    if edits.mask.dtype.element_ty == tl.int1:
+        forbidden = tl.load(found.mask + rows[None, :] * edits.mask_stride + columns, mask=valid & masked, other=0)
+        allowed = forbidden == 0
+    else:
+        if groups is None:
+            read = valid & masked & (columns < edits.mask_words * 32)
+            word = tl.load(found.mask + rows[None, :] * edits.mask_stride + columns // 32, mask=read, other=-1)
+        else:
+            place = groups[:, None] // (32 // rng.GROUP_SIZE)
+            read = (place < edits.mask_words) & masked
+            word = tl.load(found.mask + rows[None, :] * edits.mask_stride + place, mask=read, other=-1)
+            word = tl.broadcast_to(word[:, None, :], [groups.shape[0], rng.GROUP_SIZE, rows.shape[0]])
+            word = tl.reshape(word, [groups.shape[0] * rng.GROUP_SIZE, rows.shape[0]])
+        allowed = ((word >> (columns % 32)) & 1) != 0
+    return allowed
 
 
 @triton.jit
@@ -131,8 +210,8 @@ def edit_logits(
     valid,  # [BLOCK_V, BLOCK_B] bool
     rows,  # [BLOCK_B] i32, rows of the batch, and of the mask
     columns,  # [BLOCK_V, 1] or [BLOCK_V, BLOCK_B] i32, absolute vocabulary ids
-    flags,  # [BLOCK_B] i32, of load_edit_flags
-    edits,  # EditOperands
+    found,  # RowEdits
+    edits,  # EditOperands or MaskOperands
     groups=None,  # [BLOCK_V // GROUP_SIZE] i32, absolute group ids, where columns are all ids of these groups
 ):
     """SGLang's changes to the logits, in its order: penalties, grammar mask, bias. A row reads only what its own flags
@@ -141,36 +220,37 @@ def edit_logits(
     The mask forbids ids, and so does a logit, a penalty or a bias that is -inf or no number. A finite bias does not,
     however far down the sum is.
     """
-    edit_rows = (flags >> _SHIFT)[None, :]
-    read = valid & ((flags & _ADDITIVE) != 0)[None, :]
-    logits += tl.load(
-        _place(edits.additive, edits.places, 0) + edit_rows * edits.additive_stride + columns, mask=read, other=0.0
-    )
-    read = valid & ((flags & _SCALING) != 0)[None, :]
-    scale = tl.load(
-        _place(edits.scaling, edits.places, 1) + edit_rows * edits.scaling_stride + columns, mask=read, other=1.0
-    )
-    logits = tl.where(logits < 0, logits * scale, tl.div_rn(logits, scale))
-    read = valid & ((flags & _MASK) != 0)[None, :]
-    if edits.mask.dtype.element_ty == tl.int1:
-        forbidden = tl.load(edits.mask + rows[None, :] * edits.mask_stride + columns, mask=read, other=0) != 0
+    ONLY_MASK: tl.constexpr = len(edits) == _MASK_OPERANDS
+    if ONLY_MASK:
+        logits = _unbiased(_masked(logits, _allowed(valid, rows, columns, found, edits, groups)))
     else:
-        if groups is None:
-            read &= columns < edits.mask_words * 32
-            word = tl.load(edits.mask + rows[None, :] * edits.mask_stride + columns // 32, mask=read, other=-1)
-        else:
-            place = groups[:, None] // (32 // rng.GROUP_SIZE)
-            read = (place < edits.mask_words) & ((flags & _MASK) != 0)[None, :]
-            word = tl.load(edits.mask + rows[None, :] * edits.mask_stride + place, mask=read, other=-1)
-            word = tl.broadcast_to(word[:, None, :], [groups.shape[0], rng.GROUP_SIZE, rows.shape[0]])
-            word = tl.reshape(word, logits.shape)
-        forbidden = ((word >> (columns % 32)) & 1) == 0
-    logits = tl.where(forbidden, float("-inf"), logits)
-    read = valid & ((flags & _BIAS) != 0)[None, :]
-    bias = tl.load(_place(edits.bias, edits.places, 2) + edit_rows * edits.bias_stride + columns, mask=read, other=0.0)
-    # Computed here from two values at hand: a flag kept from the first load on would take a register per logit.
-    allowed = (logits > float("-inf")) & (bias > float("-inf"))
-    return tl.where(allowed, tl.minimum(tl.maximum(logits + bias, -LIMIT), LIMIT), float("-inf"))
+        # No branch around an edit that is not given: the compiler would bring each load to the layout of the product,
+        # where now the logits are brought, once, to that of the loads.
+        logits += _read(found.additive, edits.additive_stride, columns, valid, found, _ADDITIVE, 0.0)
+        logits = _scaled(logits, _read(found.scaling, edits.scaling_stride, columns, valid, found, _SCALING, 1.0))
+        logits = _masked(logits, _allowed(valid, rows, columns, found, edits, groups))
+        logits = _biased(logits, _read(found.bias, edits.bias_stride, columns, valid, found, _BIAS, 0.0))
+    return logits
+
+
+@triton.jit
+def edit_bounds(low, high, valid, rows, columns, found, edits, groups):
+    """``edit_logits`` of two bounds of each logit, with one load of each edit."""
+    ONLY_MASK: tl.constexpr = len(edits) == _MASK_OPERANDS
+    if ONLY_MASK:
+        allowed = _allowed(valid, rows, columns, found, edits, groups)
+        low, high = _unbiased(_masked(low, allowed)), _unbiased(_masked(high, allowed))
+    else:
+        additive = _read(found.additive, edits.additive_stride, columns, valid, found, _ADDITIVE, 0.0)
+        low += additive
+        high += additive
+        scale = _read(found.scaling, edits.scaling_stride, columns, valid, found, _SCALING, 1.0)
+        low, high = _scaled(low, scale), _scaled(high, scale)
+        allowed = _allowed(valid, rows, columns, found, edits, groups)
+        low, high = _masked(low, allowed), _masked(high, allowed)
+        bias = _read(found.bias, edits.bias_stride, columns, valid, found, _BIAS, 0.0)
+        low, high = _biased(low, bias), _biased(high, bias)
+    return low, high
 
 
 @triton.jit

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from .config import MIN_RESCORED_ROWS, cdiv
-from .epilogue import invert_temperature, load_edit_flags
+from .epilogue import find_edits, invert_temperature
 from .launch import launch, resident_programs
 from .logit_summary import (
     LOWEST_LOGPROB,
@@ -214,7 +214,7 @@ def head_logprobs_kernel(
         logit_scale,
         softcap,
         edits,
-        load_edit_flags(edits, given_edits, offs_b, mask_b),
+        find_edits(edits, given_edits, offs_b, mask_b),
         D,
         LOGITS_DTYPE,
         BLOCK_D,

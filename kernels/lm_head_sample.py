@@ -31,9 +31,9 @@ from .epilogue import (
     best_of_slots,
     bound_logits,
     edit_logits,
+    find_edits,
     flags_as_bits,
     invert_temperature,
-    load_edit_flags,
     rows_truncated,
     score_groups,
     start_split,
@@ -59,7 +59,7 @@ def lm_head_sample_kernel(
     seed_ptr,  # [B] i64
     position_ptr,  # [B] i64
     truncation,  # TruncationOperands, or None
-    edits,  # EditOperands, or None
+    edits,  # EditOperands, MaskOperands, or None
     splits,  # SplitOperands, out
     buffer,  # BufferOperands, out: logits and group_max of truncated rows; None where there is no truncation
     output,  # SampleOutput, out, where the last program draws; None where the next launch does
@@ -112,7 +112,7 @@ def lm_head_sample_kernel(
         truncated = rows_truncated(truncation, offs_b, mask_b, vocab_size)
         keep = flags_as_bits(truncated & ~greedy & mask_b, BLOCK_B)
         buffer_width = num_groups * rng.GROUP_SIZE
-    edit_flags = load_edit_flags(edits, given_edits, offs_b, mask_b)
+    found = find_edits(edits, given_edits, offs_b, mask_b)
     # Multiples of 16 to the compiler: a thread loads the edits of neighbouring ids together.
     first_column = vocab_start // rng.GROUP_SIZE * rng.GROUP_SIZE
     end = vocab_size // rng.GROUP_SIZE * rng.GROUP_SIZE if WHOLE_GROUPS else vocab_size
@@ -152,7 +152,7 @@ def lm_head_sample_kernel(
         if edits is not None:
             columns = (first_column + offs_v)[:, None]
             groups = (vocab_start + first) // rng.GROUP_SIZE + offs_g
-            logits = edit_logits(logits, (offs_v < end)[:, None], offs_b, columns, edit_flags, edits, groups)
+            logits = edit_logits(logits, (offs_v < end)[:, None], offs_b, columns, found, edits, groups)
         if TRUNCATE:
             tl.store(
                 buffer.logits + offs_b[None, :] * buffer_width + offs_v[:, None],

@@ -27,8 +27,8 @@ from .epilogue import (
     LIMIT,
     bound_logits,
     edit_logits,
+    find_edits,
     invert_temperature,
-    load_edit_flags,
     relative_mass,
     transform_logits,
 )
@@ -71,13 +71,13 @@ def finish_logits(
     if edits is not None:
         flat: tl.constexpr = [logits.numel, 1]
         rows = row + tl.arange(0, 1)
-        flags = load_edit_flags(edits, given_edits, rows, rows >= 0)
+        found = find_edits(edits, given_edits, rows, rows >= 0)
         edited = edit_logits(
             tl.reshape(logits, flat),
             tl.reshape(inside, flat),
             rows,
             tl.reshape(vocab_start + ids, flat),
-            flags,
+            found,
             edits,
         )
         logits = tl.reshape(edited, logits.shape)
@@ -299,7 +299,7 @@ def features_of(
 ) -> FeatureOperands:
     """Edits and transforms as kernels take them; ``floats``, ``integers`` as in ``BatchParams.operands``."""
     params = BatchParams(floats, integers, integers) if params is None else untruncated(params)
-    return params.operands(spec, floats, integers)
+    return params.operands(spec, floats, integers, one_for_all=True)
 
 
 def check_rows(name: str, tensor: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, like: torch.Tensor) -> None:

@@ -113,6 +113,16 @@ class EditOperands(NamedTuple):
     mask_words: int
 
 
+class MaskOperands(NamedTuple):
+    """``EditOperands`` of a batch whose only edit is a mask, for which kernels that draw are compiled: JSON."""
+
+    rows: Any
+    mask: Any
+    places: Any
+    mask_stride: int
+    mask_words: int
+
+
 @dataclasses.dataclass(frozen=True)
 class LogitEdits:
     """Changes to logits before temperature and truncation, in this order, as in SGLang; each optional.
@@ -126,10 +136,10 @@ class LogitEdits:
         A row without a flag reads nothing.
     repeats: so many rows in a row share a row of ``additive``, ``scaling`` and ``bias``, which then have
         ``B / repeats`` rows, as the nodes of a tree of drafts do; ``mask`` and ``rows`` have B.
-    places: ``[3]`` int64, the addresses of ``additive``, ``scaling`` and ``bias`` when a kernel runs, for launches that
-        a graph captures: it is told the tensors of each replay there. They are multiples of 16, and 0 for a tensor
-        that is not given; those that are given say only how far rows are apart, and may have fewer. A row beyond those
-        of a replay must have no flag.
+    places: ``[4]`` int64, the addresses of ``additive``, ``scaling``, ``mask`` and ``bias`` when a kernel runs, for
+        launches that a graph captures: it is told the tensors of each replay there. They are multiples of 16, and 0 for
+        a tensor that is not given; those that are given say only how far rows are apart, and may have fewer. A row
+        beyond those of a replay must have no flag.
     """
 
     additive: torch.Tensor | None = None
@@ -167,36 +177,44 @@ class LogitEdits:
             return whole[start - first : stop - first]
 
         if self.places is not None:
-            return self._placed_part(start, cut(self.mask), cut(self.rows))
+            return self._placed_part(start, cut(self.rows))
         additive, scaling, bias = (cut(tensor, self.repeats) for tensor in (self.additive, self.scaling, self.bias))
         return LogitEdits(additive, scaling, cut(self.mask), bias, cut(self.rows))
 
-    def _placed_part(self, start: int, mask: torch.Tensor | None, rows: torch.Tensor | None) -> LogitEdits:
+    def _placed_part(self, start: int, rows: torch.Tensor | None) -> LogitEdits:
         """The edits of the rows from ``start`` on, whose addresses follow from ``places`` when a kernel runs."""
         assert self.places is not None
         if start % self.repeats:
             raise ValueError(f"start is {start}; expected a multiple of repeats, {self.repeats}, with places")
         places = self.places.clone()
-        for place, tensor in zip(places, (self.additive, self.scaling, self.bias), strict=True):
+        for place, tensor in zip(places, self.tensors, strict=True):
             if tensor is not None:
-                place += start // self.repeats * tensor.stride(0) * tensor.element_size()
-        return dataclasses.replace(self, mask=mask, rows=rows, places=places)
+                first = start if tensor is self.mask else start // self.repeats
+                place += first * tensor.stride(0) * tensor.element_size()
+        return dataclasses.replace(self, rows=rows, places=places)
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor | None, ...]:
+        """The edits in their order, that of ``Edit`` and of ``places``."""
+        return self.additive, self.scaling, self.mask, self.bias
 
     @property
     def given(self) -> Edit:
         """The edits that are given."""
-        tensors = (self.additive, self.scaling, self.mask, self.bias)
-        return Edit(sum(flag for flag, tensor in zip(Edit, tensors, strict=True) if tensor is not None))
+        return Edit(sum(flag for flag, tensor in zip(Edit, self.tensors, strict=True) if tensor is not None))
 
     @property
     def mask_is_bool(self) -> bool:
         return self.mask is not None and self.mask.dtype is torch.bool
 
-    def operands(self, width: int, floats: torch.Tensor, integers: torch.Tensor) -> tuple[EditOperands, Hashable]:
+    def operands(
+        self, width: int, floats: torch.Tensor, integers: torch.Tensor, *, one_for_all: bool = False
+    ) -> tuple[EditOperands | MaskOperands, Hashable]:
         """These edits as a kernel takes them, and the facts about them that a compiled kernel depends on.
 
         width: ids below it have a column. floats, integers: any float32 and int32 tensor, in the place of edits
-        that are not given; its rows are as far apart as theirs would be, so that one binary serves all sets of edits.
+        that are not given; its rows are as far apart as theirs would be, so that one binary serves all sets of edits
+        but a mask alone, and with ``one_for_all`` that, too.
         """
         pointers: list[Any] = []
         strides: list[int] = []
@@ -212,6 +230,11 @@ class LogitEdits:
         words = cdiv(width, 32) if self.mask is None else self.mask.shape[1]
         pointers.insert(0, integers if self.rows is None else _aligned(self.rows))
         pointers.append(_no_places(floats.device) if self.places is None else self.places)
+        if self.given == Edit.MASK and not one_for_all:
+            rows, _, _, mask, _, places = pointers
+            stride = strides[2]
+            facts = (self.mask_is_bool, *((size == 1, size % 16 == 0, size < 2**31) for size in (stride, words)))
+            return MaskOperands(rows, mask, places, stride, words), facts
         variant = (
             self.mask_is_bool,
             *((size == 1, size % 16 == 0, size < 2**31) for size in (*strides, words)),
@@ -232,7 +255,7 @@ class LogitEdits:
         ):
             if tensor is None:
                 continue
-            if self.places is not None and dtype is torch.float32:
+            if self.places is not None:
                 rows = tensor.shape[0]
             columns = tensor.shape[-1] if isinstance(tensor, torch.Tensor) and tensor.dim() == 2 else 0
             check_tensor(name, tensor, (rows, columns if dtype is torch.int32 else max(width, columns)), dtype, like)
@@ -243,12 +266,12 @@ class LogitEdits:
         if self.rows is not None:
             check_tensor("rows", self.rows, (num_rows,), torch.int32, like)
         if self.places is not None:
-            check_tensor("places", self.places, (3,), torch.int64, like)
+            check_tensor("places", self.places, (4,), torch.int64, like)
 
 
 @functools.cache
 def _no_places(device: torch.device) -> torch.Tensor:
-    return torch.zeros(3, dtype=torch.int64, device=device)
+    return torch.zeros(4, dtype=torch.int64, device=device)
 
 
 def _aligned(tensor: torch.Tensor) -> torch.Tensor:
@@ -261,7 +284,7 @@ class FeatureOperands(NamedTuple):
     """Requests of rows and transforms of logits, as every kernel that sees logits takes them."""
 
     truncation: TruncationOperands | None
-    edits: EditOperands | None
+    edits: EditOperands | MaskOperands | None
     logit_scale: float | None
     softcap: tuple[float, ...] | None  # the cap; above ``NARROW_CAP`` its reciprocal, too
     given_edits: int  # ``Edit`` flags, ``PER_ROW``, and how many rows share a row of edits, above ``REPEATS_SHIFT``
@@ -320,16 +343,18 @@ class BatchParams:
         return dataclasses.replace(changed(self), truncation=truncation, edits=edits)
 
     @property
-    def is_edited(self) -> bool:
-        """Whether any logit may be changed before the temperature."""
-        return self.edits is not None and self.edits.given != 0
+    def makes_logits(self) -> bool:
+        """Whether an edit may make another number of a logit. A mask makes none: it forbids."""
+        return self.edits is not None and self.edits.given & ~Edit.MASK != 0
 
-    def operands(self, spec: LogitsSpec, floats: torch.Tensor, integers: torch.Tensor) -> FeatureOperands:
-        """floats, integers: any float32 and int32 tensor, in the place of edits that are not given."""
+    def operands(
+        self, spec: LogitsSpec, floats: torch.Tensor, integers: torch.Tensor, *, one_for_all: bool = False
+    ) -> FeatureOperands:
+        """floats, integers, one_for_all: as in ``LogitEdits.operands``."""
         truncation = None if self.truncation is None else self.truncation.operands
         edits, edit_variant, given = None, None, 0
         if self.edits is not None:
-            edits, edit_variant = self.edits.operands(spec.edit_width, floats, integers)
+            edits, edit_variant = self.edits.operands(spec.edit_width, floats, integers, one_for_all=one_for_all)
             given = self.edits.given | (0 if self.edits.rows is None else PER_ROW)
             given |= self.edits.repeats << REPEATS_SHIFT
         # An integer would compile another kernel than a float.

@@ -30,8 +30,8 @@ from .epilogue import (
     best_of_slots,
     bound_logits,
     edit_logits,
+    find_edits,
     invert_temperature,
-    load_edit_flags,
     rows_truncated,
     score_groups,
     transform_logits,
@@ -165,7 +165,7 @@ def logits_of_ids(
     logit_scale,
     softcap,
     edits,
-    edit_flags,
+    found,
     D: tl.constexpr,
     LOGITS_DTYPE: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -191,7 +191,7 @@ def logits_of_ids(
     logits = bound_logits(logits, valid[:, None])
     if edits is not None:
         inside = valid[:, None] & mask_b[None, :]
-        logits = edit_logits(logits, inside, offs_b, (vocab_start + ids)[:, None], edit_flags, edits)
+        logits = edit_logits(logits, inside, offs_b, (vocab_start + ids)[:, None], found, edits)
     return logits
 
 
@@ -274,7 +274,7 @@ def rescore_groups_kernel(
     seed_ptr,  # [B] i64
     position_ptr,  # [B] i64
     truncation,  # TruncationOperands, or None
-    edits,  # EditOperands, or None
+    edits,  # EditOperands, MaskOperands, or None
     buffer,  # BufferOperands, out: groups of truncated rows; None where there is no truncation
     output,  # SampleOutput, out
     num_rows,
@@ -342,7 +342,7 @@ def rescore_groups_kernel(
         block_mask = mask_b[None, :] & (offs_s >= 0)[:, None]
         seed = tl.load(seed_ptr + block_offs, mask=block_mask, other=0)
         position = tl.load(position_ptr + block_offs, mask=block_mask, other=0)
-        edit_flags = load_edit_flags(edits, given_edits, offs_b, mask_b)
+        found = find_edits(edits, given_edits, offs_b, mask_b)
         hidden_ptrs = hidden_ptr + offs_b.to(tl.int64)[None, :] * hidden_stride + tl.arange(0, TILE.block_d)[:, None]
         best_score = tl.full([SLOTS, BLOCK_B], float("-inf"), tl.float32)
         best_group = tl.full([SLOTS, BLOCK_B], rng.NO_GROUP, tl.int32)
@@ -372,7 +372,7 @@ def rescore_groups_kernel(
                     logit_scale,
                     softcap,
                     edits,
-                    edit_flags,
+                    found,
                     D,
                     LOGITS_DTYPE,
                     TILE.block_d,

@@ -24,9 +24,9 @@ from .epilogue import (
     best_of_slots,
     bound_logits,
     edit_logits,
+    find_edits,
     flags_as_bits,
     invert_temperature,
-    load_edit_flags,
     rows_truncated,
     score_groups,
     soft_cap,
@@ -53,7 +53,7 @@ def sample_logits_kernel(
     seed_ptr,  # [B] i64
     position_ptr,  # [B] i64
     truncation,  # TruncationOperands, or None
-    edits,  # EditOperands, or None
+    edits,  # EditOperands, MaskOperands, or None
     splits,  # SplitOperands, out
     buffer,  # BufferOperands, out: logits and group_max of truncated rows; None where there is no truncation
     output,  # SampleOutput, out, where the last program draws; None where the next launch does
@@ -101,7 +101,7 @@ def sample_logits_kernel(
         buffer_rows = buffer.logits + (offs_b.to(tl.int64) * buffer_width)[None, :]
         truncated = rows_truncated(truncation, offs_b, mask_b, vocab_size)
         keep = flags_as_bits(truncated & ~greedy & mask_b, BLOCK_B)
-    edit_flags = load_edit_flags(edits, given_edits, offs_b, mask_b)
+    found = find_edits(edits, given_edits, offs_b, mask_b)
 
     state = start_split(split, NUM_GROUPS, BLOCK_B)
     for tile in tl.range(split, tl.cdiv(vocab_size, BLOCK_V), num_splits, num_stages=TILE.stages):
@@ -128,7 +128,7 @@ def sample_logits_kernel(
                 (offs_v < (whole if WHOLE_GROUPS else vocab_size))[:, None],
                 offs_b,
                 (vocab_start // rng.GROUP_SIZE * rng.GROUP_SIZE + offs_v)[:, None],
-                edit_flags,
+                found,
                 edits,
                 (vocab_start + first) // rng.GROUP_SIZE + offs_g,
             )
@@ -161,7 +161,7 @@ def sample_logits_kernel(
     top_logits = transform_logits(top_logits, logit_scale, softcap, LOGITS_DTYPE, DROP_NAN=True)
     top_logits = bound_logits(top_logits, inside)
     if edits is not None:
-        top_logits = edit_logits(top_logits, inside, offs_b, vocab_start + columns, edit_flags, edits)
+        top_logits = edit_logits(top_logits, inside, offs_b, vocab_start + columns, found, edits)
     store_split(
         splits,
         split,

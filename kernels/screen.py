@@ -36,9 +36,9 @@ from .config import LIMBS, ScreenConfig, cdiv, next_power_of_2
 from .epilogue import (
     bound_logits,
     cap_slack,
-    edit_logits,
+    edit_bounds,
+    find_edits,
     invert_temperature,
-    load_edit_flags,
     rows_truncated,
     score_groups,
     transform_logits,
@@ -151,7 +151,7 @@ def screen_head_kernel(
     seed_ptr,  # [B] i64
     position_ptr,  # [B] i64
     truncation,  # TruncationOperands, or None
-    edits,  # EditOperands, or None
+    edits,  # EditOperands, MaskOperands, or None
     num_rows,
     vocab_size,
     vocab_start,
@@ -197,7 +197,10 @@ def screen_head_kernel(
     offs_c = first_row + tl.arange(0, COPIES * BLOCK_B) % BLOCK_B
     block_offs = offs_c[None, :] + tl.zeros([NUM_GROUPS, 1], tl.int32)
     block_mask = (offs_c < num_rows)[None, :] & (offs_g >= 0)[:, None]
-    edit_flags = load_edit_flags(edits, given_edits, offs_b, mask_b)
+    found = find_edits(edits, given_edits, offs_b, mask_b)
+    # Multiples of 16 to the compiler: a thread loads the edits of neighbouring ids together.
+    first_column = vocab_start // rng.GROUP_SIZE * rng.GROUP_SIZE
+    end = vocab_size // rng.GROUP_SIZE * rng.GROUP_SIZE if WHOLE_GROUPS else vocab_size
 
     best_lower = tl.full([NUM_GROUPS, BLOCK_B], float("-inf"), tl.float32)
     for tile in tl.range(split, tl.cdiv(vocab_size, BLOCK_V), num_splits, flatten=TILE.flatten):
@@ -242,15 +245,15 @@ def screen_head_kernel(
         if BOUNDED:
             logits_lo = bound_logits(logits_lo, True if WHOLE_GROUPS else valid[:, None])
             logits_hi = bound_logits(logits_hi, True if WHOLE_GROUPS else valid[:, None])
+        groups = first // rng.GROUP_SIZE + offs_g
+        group = vocab_start // rng.GROUP_SIZE + groups
         if edits is not None:
-            columns = (vocab_start + offs_v)[:, None]
-            logits_lo = edit_logits(logits_lo, valid[:, None], offs_b, columns, edit_flags, edits)
-            logits_hi = edit_logits(logits_hi, valid[:, None], offs_b, columns, edit_flags, edits)
+            columns = (first_column + offs_v)[:, None]
+            inside = (offs_v < end)[:, None]
+            logits_lo, logits_hi = edit_bounds(logits_lo, logits_hi, inside, offs_b, columns, found, edits, group)
         seed = tl.load(seed_ptr + block_offs, mask=block_mask, other=0)
         position = tl.load(position_ptr + block_offs, mask=block_mask, other=0)
-        groups = first // rng.GROUP_SIZE + offs_g
         in_vocab = groups * rng.GROUP_SIZE < vocab_size
-        group = vocab_start // rng.GROUP_SIZE + groups
         if TRUNCATE:
             few = num_rows <= _ID_ROWS  # a mask and no constant: one kernel is compiled ahead, with one row
             rounded = tl.maximum(logits_hi + (tl.abs(logits_hi) * _HALF_ROUNDING + _HALF_TINY), _LOWEST_HALF)

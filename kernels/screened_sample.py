@@ -78,7 +78,7 @@ def screened_sample(
         return rescore_groups(hidden, head, params, workspace, config)
     if head_workspace is None:
         head_workspace = Workspace(1, hidden.device)
-    buffer = head_workspace.logits_buffer(num_rows, spec, head.rounding, edited=params.is_edited)
+    buffer = head_workspace.logits_buffer(num_rows, spec, head.rounding, edited=params.makes_logits)
     size = spec.vocab_size
     bound_truncated(num_rows, size, params, workspace, buffer, config, truncation_config)
     read_groups(hidden, head, params, workspace, config, buffer, RescorePass.CERTAIN_GROUPS)

@@ -28,7 +28,7 @@ import triton.language as tl
 
 from . import rng
 from .config import ScreenConfig, TruncationConfig, cdiv
-from .epilogue import invert_temperature, load_edit_flags, relative_mass, rows_truncated
+from .epilogue import find_edits, invert_temperature, relative_mass, rows_truncated
 from .intrinsics import float_to_ordered, ordered_to_float
 from .launch import launch, resident_programs, supports_early_launch
 from .params import ROW_POINTERS, BatchParams, LMHead, SampleOutput
@@ -163,7 +163,7 @@ def read_groups_kernel(
     screen,  # ScreenOperands; out, with CERTAIN: max_logit_lo becomes exact, and score_hi -inf: not to be read again
     temperature_ptr,  # [B] f32
     truncation,  # TruncationOperands
-    edits,  # EditOperands, or None
+    edits,  # EditOperands, MaskOperands, or None
     buffer,  # BufferOperands, out: logits and group_max
     num_rows,
     vocab_size,
@@ -206,7 +206,7 @@ def read_groups_kernel(
     if num_own > 0:
         offs_s = tl.arange(0, SLOTS)
         offs_i = tl.arange(0, rng.GROUP_SIZE)
-        edit_flags = load_edit_flags(edits, given_edits, offs_b, mask_b)
+        found = find_edits(edits, given_edits, offs_b, mask_b)
         hidden_ptrs = hidden_ptr + offs_b.to(tl.int64)[None, :] * hidden_stride + tl.arange(0, TILE.block_d)[:, None]
         for step in tl.range(0, num_own, SLOTS):
             live = step + offs_s < num_own
@@ -229,7 +229,7 @@ def read_groups_kernel(
                 logit_scale,
                 softcap,
                 edits,
-                edit_flags,
+                found,
                 D,
                 LOGITS_DTYPE,
                 TILE.block_d,
@@ -363,7 +363,7 @@ def read_ids_kernel(
     screen,  # ScreenOperands, with ids and threshold; out: score_hi +inf where a logit of the group reaches it
     temperature_ptr,  # [B] f32
     truncation,  # TruncationOperands
-    edits,  # EditOperands, or None
+    edits,  # EditOperands, MaskOperands, or None
     num_rows,
     vocab_size,
     vocab_start,
@@ -394,7 +394,7 @@ def read_ids_kernel(
         sampled = ~(tl.load(temperature_ptr + offs_b, mask=mask_b, other=0.0) <= 0.0)
         truncated = mask_b & sampled & rows_truncated(truncation, offs_b, mask_b, vocab_size)
         threshold = ordered_to_float(tl.load(screen.threshold + offs_b, mask=mask_b, other=0))
-        edit_flags = load_edit_flags(edits, given_edits, offs_b, mask_b)
+        found = find_edits(edits, given_edits, offs_b, mask_b)
         offs_v = tl.arange(0, BLOCK_V)
         hidden_ptrs = hidden_ptr + offs_b.to(tl.int64)[None, :] * hidden_stride + tl.arange(0, BLOCK_D)[:, None]
         for step in tl.range(0, num_own, BLOCK_V):
@@ -412,7 +412,7 @@ def read_ids_kernel(
                 logit_scale,
                 softcap,
                 edits,
-                edit_flags,
+                found,
                 D,
                 LOGITS_DTYPE,
                 BLOCK_D,

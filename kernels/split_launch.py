@@ -55,7 +55,7 @@ class SplitLaunch:
                 raise ValueError(
                     f"block_b is {config.block_b}; expected {MAX_TRUNCATED_ROWS_PER_TILE} or fewer with a truncation"
                 )
-            self._buffer = self.workspace.logits_buffer(num_rows, spec, rounding, edited=params.is_edited)
+            self._buffer = self.workspace.logits_buffer(num_rows, spec, rounding, edited=params.makes_logits)
         elif config.one_launch:
             self._output = SampleOutput.empty(num_rows, device, return_logprob)
         splits = self.workspace.splits

@@ -191,7 +191,8 @@ class Workspace:
     def logits_buffer(self, num_rows: int, spec: LogitsSpec, rounding: torch.dtype, *, edited: bool) -> LogitsBuffer:
         """Room for the logits of truncated rows; allocates for the first batch and for one larger than all before.
 
-        rounding: dtype that the model's logits are rounded to. edited: whether they are changed after that.
+        rounding: dtype that the model's logits are rounded to. edited: whether other numbers are made of them after
+        that.
         """
         # bfloat16 holds the logits exactly where they are bfloat16 numbers.
         exact = rounding is torch.bfloat16 and spec.softcap is None and not edited

@@ -9,6 +9,7 @@ processes do not, as in SGLang's scheduler, which is a daemon.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
 import os
 from collections.abc import Callable, Sequence
@@ -89,31 +90,37 @@ def compile_ahead(heads: Sequence[Parts], max_rows: int, table: DispatchTable, *
                     if kind.truncate and parts.lm_head.shards > 1:
                         continue  # only a whole vocabulary is truncated
                     for return_logprob in (False,) if kind.screen else (False, True):
-                        launch_once(parts, config, kind, return_logprob)
-                        if bool_masks and kind.edit:
-                            launch_once(parts, config, kind, return_logprob, bool_mask=True)
+                        for masks in _masks_of(kind, bool_masks):
+                            launch_once(parts, config, kind, return_logprob, **masks)
             launch_row_table(heads[0].lm_head.weight)
             if heads[0].lm_head.shards == 1:
                 for kind in dict.fromkeys(kind.unscreened._replace(greedy=False) for kind in BATCH_KINDS):
-                    launch_logprobs_once(heads[0], kind)
-                    if bool_masks and kind.edit:
-                        launch_logprobs_once(heads[0], kind, bool_mask=True)
+                    for masks in _masks_of(kind, bool_masks):
+                        launch_logprobs_once(heads[0], kind, **masks)
     except Exception as error:  # another Triton: each kernel is compiled at its first launch, as ever
         logger.debug("flashsample: kernels are not compiled ahead: %s", first_line(error))
 
 
-def launch_once(
-    parts: Parts, config: Config, kind: BatchKind, return_logprob: bool = False, *, bool_mask: bool = False
-) -> None:
-    """Launch the kernels of a batch of this kind, with one row: kernels do not depend on the number of rows."""
-    hidden, params = one_row(parts.lm_head, kind, bool_mask=bool_mask)
+def _masks_of(kind: BatchKind, bool_masks: bool) -> list[dict[str, bool]]:
+    """The options of ``one_row`` for each kernel that batches of this kind need: a mask of words or of bools, beside
+    other edits or alone."""
+    if not kind.edit:
+        return [{}]
+    each = itertools.product((False, True) if bool_masks else (False,), (False, True))
+    return [{"bool_mask": bool_mask, "only_mask": only_mask} for bool_mask, only_mask in each]
+
+
+def launch_once(parts: Parts, config: Config, kind: BatchKind, return_logprob: bool = False, **masks: bool) -> None:
+    """Launch the kernels of a batch of this kind, with one row: kernels do not depend on the number of rows. masks: as
+    in ``one_row``."""
+    hidden, params = one_row(parts.lm_head, kind, **masks)
     launch(config, hidden, params, parts, return_logprob=return_logprob)
 
 
-def launch_logprobs_once(parts: Parts, kind: BatchKind, *, bool_mask: bool = False) -> None:
+def launch_logprobs_once(parts: Parts, kind: BatchKind, **masks: bool) -> None:
     """Launch the kernels of a batch of this kind, with one row, whose requests want logprobs of up to 32 likeliest ids
     and of given ids; where its kind is the plain one, also those of a prompt."""
-    hidden, params = one_row(parts.lm_head, kind, bool_mask=bool_mask)
+    hidden, params = one_row(parts.lm_head, kind, **masks)
     counts, ids = torch.zeros_like(params.seed, dtype=torch.int32), params.seed[:, None]
     for k in COMPILED_TOP_LOGPROBS:
         launch_with_logprobs(hidden, params, parts, WantedLogprobs(k, counts, ids))
@@ -122,8 +129,10 @@ def launch_logprobs_once(parts: Parts, kind: BatchKind, *, bool_mask: bool = Fal
             logprobs_in_chunks(hidden, params.seed, parts.lm_head, WantedLogprobs(k), 1)
 
 
-def one_row(head: LMHead, kind: BatchKind, *, bool_mask: bool = False) -> tuple[torch.Tensor, BatchParams]:
-    """Hidden states and parameters of a batch of this kind."""
+def one_row(
+    head: LMHead, kind: BatchKind, *, bool_mask: bool = False, only_mask: bool = False
+) -> tuple[torch.Tensor, BatchParams]:
+    """Hidden states and parameters of a batch of this kind. bool_mask, only_mask: as in ``edits_of_every_kind``."""
     weight = head.weight
     row = torch.zeros(1, dtype=torch.int64, device=weight.device)
     one = torch.ones(1, dtype=torch.float32, device=weight.device)
@@ -132,7 +141,7 @@ def one_row(head: LMHead, kind: BatchKind, *, bool_mask: bool = False) -> tuple[
         row,
         row,
         Truncation(row.int(), one, one) if kind.truncate else None,
-        edits_of_every_kind(row, head, bool_mask=bool_mask)[0] if kind.edit else None,
+        edits_of_every_kind(row, head, bool_mask=bool_mask, only_mask=only_mask)[0] if kind.edit else None,
         all_greedy=kind.greedy,
     )
     return torch.zeros(1, weight.shape[1], dtype=weight.dtype, device=weight.device), params
@@ -278,16 +287,18 @@ class _Check:
             return f"{self.screen_error} with {config} ({kind})"
         reads = isinstance(config, ReadConfig) or draws_in_host_memory(self.head.weight.device)
         rows, size = max(num_rows, CHECKED_ROWS), self.shortened.lm_head.vocab_size
-        expected = expect(self.shortened.lm_head, rows, kind, reads=reads)
         logprobs = (False,) if kind.screen else (False, True)  # a batch that asks for logprobs is one without a screen
-        for return_logprob in logprobs:
-            reason = difference(expected, config, self.shortened, return_logprob=return_logprob)
-            if reason is not None:
-                return f"{reason} with {config} ({kind})"
+        for only_mask in (False, True) if kind.edit else (False,):
+            expected = expect(self.shortened.lm_head, rows, kind, reads=reads, only_mask=only_mask)
+            for return_logprob in logprobs:
+                reason = difference(expected, config, self.shortened, return_logprob=return_logprob)
+                if reason is not None:
+                    return f"{reason} with {config} ({kind})"
         if config == self.table.lookup(1, kind) and kind.truncate and size < self.head.vocab_size:
             # The draw is compiled for a size of the vocabulary: the first truncated request must not wait for it.
             for return_logprob in logprobs:
-                launch_once(self.parts, config, kind, return_logprob)
+                for masks in _masks_of(kind, False):
+                    launch_once(self.parts, config, kind, return_logprob, **masks)
         return None
 
 
@@ -305,8 +316,8 @@ class Expectation:
     want: Reference
 
 
-def expect(head: LMHead, num_rows: int, kind: BatchKind, *, reads: bool) -> Expectation:
-    """reads: from logits that a GEMM has written, as ``ReadConfig`` does."""
+def expect(head: LMHead, num_rows: int, kind: BatchKind, *, reads: bool, only_mask: bool = False) -> Expectation:
+    """reads: from logits that a GEMM has written, as ``ReadConfig`` does. only_mask: of edits, a mask alone."""
     hidden = _hidden(head, num_rows)
     row = torch.arange(num_rows, device=hidden.device)
     temperature = torch.where(row % 3 == (1 if kind.truncate else 0), 0.0, 0.5 + row % 4 * 0.5)
@@ -322,7 +333,7 @@ def expect(head: LMHead, num_rows: int, kind: BatchKind, *, reads: bool) -> Expe
         low, logits, high = (_logits(hidden, head, sign * error) for sign in (-1, 0, 1))
     edits = None
     if kind.edit:
-        edits, edited = edits_of_every_kind(row, head)
+        edits, edited = edits_of_every_kind(row, head, only_mask=only_mask)
         low, logits, high = map(edited, (low, logits, high))
     truncation = None
     if kind.truncate:  # top-k and top-p in row 0, and another combination in each following one
@@ -370,9 +381,11 @@ def edits_of_every_kind(
     head: LMHead,
     *,
     bool_mask: bool = False,
+    only_mask: bool = False,
 ) -> tuple[LogitEdits, Callable[[torch.Tensor], torch.Tensor]]:
     """Edits of all kinds, all of them in row 0 and another combination in each following one; and what they do to
-    ``[B, V]`` logits, by the reference. bool_mask: with a mask of forbidden ids instead of one of allowed bits."""
+    ``[B, V]`` logits, by the reference. bool_mask: with a mask of forbidden ids instead of one of allowed bits.
+    only_mask: without the other edits, which other kernels serve."""
     width = head.spec.edit_width  # as SGLang's tensors: kernels are compiled for how far rows are apart
     ids = torch.arange(width, device=row.device)[None, :] + row[:, None]
     additive, scaling, bias = ids % 3 * -0.25, 1.0 + ids % 2 * 0.125, ids % 4 * 0.5
@@ -380,6 +393,8 @@ def edits_of_every_kind(
     flags = 15 - row % 16
     mask = ~allowed if bool_mask else pack_bits(allowed)
     edits = LogitEdits(additive=additive, scaling=scaling, mask=mask, bias=bias, rows=flags.int())
+    if only_mask:
+        edits, flags = LogitEdits(mask=mask, rows=edits.rows), flags & Edit.MASK
     columns = slice(head.vocab_start, head.vocab_start + head.vocab_size)
 
     def edited(logits: torch.Tensor) -> torch.Tensor:

@@ -159,6 +159,8 @@ def built_in_launches(capability: int, choices: str) -> Iterator[tuple[str, Call
             if str(kind) == "plain+screen" and first:  # every sm90 choice lists the groups, other devices do not
                 config = dataclasses.replace(config, listed=False)
             options: list[tuple[str, LMHead, dict]] = [("", head, {})]
+            if kind.edit:
+                options.append(("a mask alone", head, {"only_mask": True}))
             if full and not isinstance(config, ScreenConfig):
                 options.append(("logprobs", head, {"return_logprob": True}))
             if full and first_of_kind and (str(kind) in ("plain", "plain+screen") or isinstance(config, ReadConfig)):
@@ -323,9 +325,12 @@ def variations(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
             yield f"{edit} at an {name}", {"edits": {edit: {"offset": offset, "gap": gap if edit != "rows" else 0}}}
     for row in ("temperature", "seed", "position", "top_k", "top_p", "min_p"):
         yield f"{row} at an odd address", {"odd": row}
-    for given in ((), ("additive",), ("mask",), ("bias", "rows"), ("additive", "scaling", "mask", "bias")):
+    for given in ((), ("additive",), ("mask",), ("mask", "rows"), ("bias", "rows"), ("additive", "mask", "bias")):
         yield f"edits {given}", {"given": given}
     yield "a mask of bools", {"bools": True}
+    yield "a mask of bools alone", {"bools": True, "given": ("mask",)}
+    for name, offset, gap in (("odd address", 1, 0), ("wider rows", 0, 8), ("odd rows", 0, 3), ("rows of 16", 0, 16)):
+        yield f"a mask alone at an {name}", {"given": ("mask",), "edits": {"mask": {"offset": offset, "gap": gap}}}
     yield "edits of rows that are far apart", {"far": True, "num_rows": 1}
     for name, value in (("logit_scale", 0.5), ("logit_scale", 1), ("softcap", 30.0), ("vocab_start", 1600)):
         yield f"{name} {value}", {"head": {name: value} | ({"shards": 9} if name == "vocab_start" else {})}

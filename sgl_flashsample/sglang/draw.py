@@ -154,8 +154,6 @@ def _draw(lazy: LazyLogits, step: Step) -> Drawn:
     graphs = None if captured is None else state.step_graphs(padded.shape[0], step.kind, edits is not None)
     keyed, gathers = None, staged
     if graphs is not None:
-        if edits is not None and edits.mask is not None:
-            edits = dataclasses.replace(edits, mask=graphs.load_mask(edits.mask, len(padded)))
         gathers = staged or (step.nodes is None and not lazy.prefills and state.inputs is not None)
         # The batch is drawn with its noise, whatever FlashInfer could do.
         kind, mix = step.kind._replace(distribution_only=False), step.batch.mix

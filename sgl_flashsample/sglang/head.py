@@ -360,7 +360,7 @@ class HeadState:
             return None
         if self.graphs is None:
             capture = self._capture_graphs()
-            self.graphs = StepGraphs(head.workspaces, head.max_rows, capture, self.counts, self.copies_tokens)
+            self.graphs = StepGraphs(head.workspaces, capture, self.counts, self.copies_tokens)
         assert self.graphs is not None
         return None if self.graphs.is_off else self.graphs
 

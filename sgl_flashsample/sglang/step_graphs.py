@@ -89,18 +89,18 @@ class CudaCapture:
 
 
 class EditPlaces:
-    """Where a graph finds the penalties and the bias of its next batch. They must stay until the graph has run.
+    """Where a graph finds the edits of its next batch. They must stay until the graph has run.
 
     places: ``LogitEdits.places``.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._words = torch.zeros(3, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self._words = torch.zeros(4, dtype=torch.int64, pin_memory=device.type == "cuda")
         self._values = memoryview(self._words.numpy().data)
-        self.places = torch.zeros(3, dtype=torch.int64, device=device)
+        self.places = torch.zeros(4, dtype=torch.int64, device=device)
 
     def set(self, edits: LogitEdits) -> None:
-        for which, tensor in enumerate((edits.additive, edits.scaling, edits.bias)):
+        for which, tensor in enumerate(edits.tensors):
             self._values[which] = 0 if tensor is None else tensor.data_ptr()
 
     def load(self) -> None:
@@ -197,32 +197,30 @@ class StepGraphs:
     """The draws of steps, as CUDA graphs: a step then costs the host one launch, however many kernels it takes.
 
     A graph reads and writes fixed addresses: the hidden states of one of SGLang's own graphs, and the parameters of the
-    rows in buffers. Penalties and bias are anywhere: a graph is told their addresses. So is the mask of a grammar,
-    which is small: it is copied to a buffer that all graphs read. The tokens of a graph are overwritten ``SLOTS`` steps
-    later: SGLang copies the tokens of a step to the host before it launches the step after the next, and what a graph
-    is told is overwritten no earlier. A pipeline sends tokens to its first stage later than that: with
-    ``copies_tokens`` a step returns a copy of its tokens and logprobs, and no graph is told anything.
+    rows in buffers. Penalties, bias and the masks of grammars are anywhere: a graph is told their addresses. The tokens
+    of a graph are overwritten ``SLOTS`` steps later: SGLang copies the tokens of a step to the host before it launches
+    the step after the next, and what a graph is told is overwritten no earlier. A pipeline sends tokens to its first
+    stage later than that: with ``copies_tokens`` a step returns a copy of its tokens and logprobs, and no graph is told
+    anything.
 
     ready: graphs that can be replayed without another look, and the table of requests that they read; by the place of
     the hidden states (of a prefill, the number of its rows), the kinds of rows and whether the tokens' logprobs are
     computed.
 
-    For these workspaces and buffers, and the head, table and screen that they were made with. max_rows: of the largest
-    batch. is_prepared: all graphs that are to be captured ahead are there. num_bytes: device memory that these took.
+    For these workspaces and buffers, and the head, table and screen that they were made with. is_prepared: all graphs
+    that are to be captured ahead are there. num_bytes: device memory that these took.
     """
 
     def __init__(
         self,
         workspaces: Sequence[Workspace],
-        max_rows: int,
         capture: Capture,
         counts: StepCounts,
         copies_tokens: bool = False,
     ) -> None:
-        self._workspaces, self._max_rows, self._capture, self._counts = workspaces, max_rows, capture, counts
+        self._workspaces, self._capture, self._counts = workspaces, capture, counts
         self._copies_tokens = copies_tokens
         self._pool = capture.new_pool()
-        self._masks: dict[tuple[int, torch.dtype], torch.Tensor] = {}
         self._off_until: float | None = None
         self.is_prepared, self.num_bytes = False, 0
         self.ready: dict[tuple[int, Mix, Hashable], tuple[KeyedGraphs, torch.Tensor]] = {}
@@ -330,16 +328,6 @@ class StepGraphs:
         """The number of graphs."""
         return sum(len(graphs.captured) for graphs in self._graphs.values())
 
-    def load_mask(self, mask: torch.Tensor, num_rows: int) -> torch.Tensor:
-        """Copy the mask of this step to where the graphs read it: the first ``num_rows`` rows there, of which the last
-        ones may be older."""
-        rows, width = mask.shape
-        buffer = self._masks.get((width, mask.dtype))
-        if buffer is None:
-            buffer = self._masks[width, mask.dtype] = mask.new_zeros(self._max_rows, width)
-        buffer[:rows].copy_(mask)
-        return buffer[:num_rows]
-
 
 def free_bytes(device: torch.device) -> int:
     """Free memory of a GPU; 0 of a CPU."""
@@ -349,10 +337,10 @@ def free_bytes(device: torch.device) -> int:
 def can_be_captured(edits: LogitEdits, num_rows: int, device: torch.device) -> bool:
     """A graph on this device can be told the tensors of such edits of ``num_rows`` rows: their flags are those of the
     table, and each tensor has its rows where kernels expect them."""
-    tensors = [tensor for tensor in (edits.additive, edits.scaling, edits.bias) if tensor is not None]
+    tensors = [tensor for tensor in edits.tensors if tensor is not None]
     return edits.rows is None and all(
-        tensor.shape[0] * edits.repeats == num_rows
-        and tensor.dtype is torch.float32
+        tensor.shape[0] * (1 if tensor is edits.mask else edits.repeats) == num_rows
+        and (tensor is edits.mask or tensor.dtype is torch.float32)
         and tensor.device == device
         and tensor.stride(1) == 1
         and tensor.data_ptr() % 16 == 0
@@ -362,6 +350,5 @@ def can_be_captured(edits: LogitEdits, num_rows: int, device: torch.device) -> b
 
 def _layout(edits: LogitEdits) -> tuple[Hashable, ...]:
     """The facts of edits that the launches of a graph depend on."""
-    tensors = (edits.additive, edits.scaling, edits.bias)
-    mask = None if edits.mask is None else (edits.mask.shape[1], edits.mask.dtype)
-    return edits.repeats, mask, *(None if tensor is None else (tensor.shape[1], tensor.stride(0)) for tensor in tensors)
+    layouts = (None if one is None else (one.shape[1], one.stride(0), one.dtype) for one in edits.tensors)
+    return edits.repeats, *layouts

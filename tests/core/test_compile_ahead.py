@@ -59,6 +59,7 @@ def batches():
         wide, words = torch.zeros(rows, V), torch.zeros(rows, -(-V // 32), dtype=torch.int32)
         edits = [None, LogitEdits(additive=wide, rows=flags), LogitEdits(mask=wide.bool(), rows=flags)]
         edits.append(LogitEdits(scaling=moved(wide), mask=words, bias=wide, rows=flags))
+        edits += [LogitEdits(mask=words, rows=flags), LogitEdits(bias=wide, mask=wide.bool(), rows=flags)]
         truncations = [None, Truncation(flags, ones, ones), Truncation(flags, ones, ones, 20)]
         for truncation, edit in itertools.product(truncations, edits):
             for return_logprob, greedy in ((False, False), (True, False), (False, True)):

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from sgl_flashsample import BatchParams, LMHead, paths, sample, selfcheck
 from sgl_flashsample.dispatch import default_table
 from sgl_flashsample.kernels import rng
 from sgl_flashsample.kernels.config import ReadConfig, ScreenConfig
+from sgl_flashsample.kernels.params import Edit
 from sgl_flashsample.kinds import BATCH_KINDS, KIND_NAMES, PLAIN, BatchKind
 from sgl_flashsample.paths import Parts
 from sgl_flashsample.screen import Screen
@@ -279,14 +281,14 @@ def test_nothing_is_compiled_ahead_where_kernels_are_interpreted(head, monkeypat
 @pytest.fixture
 def compiler(monkeypatch) -> list:
     """A process with a compiler, without interpreter. Returns what is compiled ahead: the shards of the head, the kind
-    of batch, and whether its grammars have masks of dtype bool."""
+    of batch, whether its grammars have masks of dtype bool, and whether these are its only edits."""
     compiled: list = []
     monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
     monkeypatch.setattr(selfcheck, "draws_in_host_memory", lambda device: False)
     monkeypatch.setattr(triton, "AsyncCompileMode", lambda pool, **options: contextlib.nullcontext(), raising=False)
 
-    def launch_once(parts, config, kind, *arguments, bool_mask=False) -> None:
-        compiled.append((parts.lm_head.shards, kind, bool_mask))
+    def launch_once(parts, config, kind, *arguments, bool_mask=False, only_mask=False) -> None:
+        compiled.append((parts.lm_head.shards, kind, bool_mask, only_mask))
 
     monkeypatch.setattr(selfcheck, "launch_once", launch_once)
     return compiled
@@ -296,16 +298,36 @@ def test_of_a_head_that_ranks_share_no_truncation_is_compiled_as_only_whole_rows
     whole = LMHead(torch.zeros(64, 16, device=device))
     shard = LMHead(whole.weight, shards=2)
     selfcheck.compile_ahead([Parts.of(whole), Parts.of(shard)], 4, default_table(whole))
-    truncated = {shards: {kind.truncate for of, kind, _ in compiler if of == shards} for shards in (1, 2)}
+    truncated = {shards: {kind.truncate for of, kind, *_ in compiler if of == shards} for shards in (1, 2)}
     assert truncated == {1: {True, False}, 2: {False}}
+
+
+def draws_ignoring_masks(launch: Callable) -> Callable:
+    """``launch``, but with no mask that is alone."""
+
+    def launched(config, hidden, params, parts, **options):
+        if params.edits is not None and params.edits.given == Edit.MASK:
+            params = dataclasses.replace(params, edits=None)
+        return launch(config, hidden, params, parts, **options)
+
+    return launched
 
 
 @pytest.mark.parametrize("bool_masks", [True, False])
 def test_masks_of_dtype_bool_are_compiled_for_where_a_grammar_may_have_them(compiler, device, bool_masks):
     head = LMHead(torch.zeros(64, 16, device=device))
     selfcheck.compile_ahead([Parts.of(head)], 4, default_table(head), bool_masks=bool_masks)
-    edited = {kind for _, kind, _ in compiler if kind.edit}
-    assert {kind for _, kind, bool_mask in compiler if bool_mask} == (edited if bool_masks else set())
+    edited = {kind for _, kind, *_ in compiler if kind.edit}
+    for alone in (False, True):
+        of_bools = {kind for _, kind, bool_mask, only_mask in compiler if bool_mask and only_mask is alone}
+        assert of_bools == (edited if bool_masks else set())
+        assert {kind for _, kind, bool_mask, only_mask in compiler if kind.edit and only_mask is alone} == edited
+
+
+def test_kernels_of_a_mask_alone_are_compared_with_the_reference(head, monkeypatch):
+    """A draw of other tokens where a mask is the only edit is found."""
+    monkeypatch.setattr(selfcheck, "launch", draws_ignoring_masks(selfcheck.launch))
+    assert "differ from the reference" in (selfcheck.refuse_wrong(head, 1, default_table(head)).reason or "")
 
 
 def test_a_triton_without_parallel_compilation_compiles_nothing_ahead_and_nobody_is_warned(

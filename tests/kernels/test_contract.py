@@ -705,7 +705,9 @@ def test_each_row_has_its_own_combination_of_edits(device, path, per_row, bool_m
     assert_equal_to_reference(edited, draw(path, edited))
 
 
-@pytest.mark.parametrize("given", [("additive",), ("scaling",), ("mask",), ("bias",), ("scaling", "bias"), ()], ids=str)
+@pytest.mark.parametrize(
+    "given", [("additive",), ("scaling",), ("mask",), ("bias",), ("scaling", "bias"), ("additive", "mask"), ()], ids=str
+)
 @on_every_path
 def test_only_what_is_given_is_applied_whatever_the_flags_say(device, path, given):
     case = make_case(17, 300, device, seed=9)
@@ -749,21 +751,39 @@ def test_rows_that_share_a_row_of_edits_draw_as_if_each_had_its_own(device, path
             assert torch.equal(getattr(cut, name), getattr(whole, name)[start:stop]), name
 
 
+@pytest.mark.parametrize("names", [("additive", "scaling", "mask", "bias"), ("mask",)], ids=["all", "mask"])
 @on_every_path
-def test_edits_are_read_at_the_places_that_a_kernel_finds_when_it_runs(device, path):
+def test_edits_are_read_at_the_places_that_a_kernel_finds_when_it_runs(device, path, names):
     """The given tensors say only how far rows are apart. Rows behind those of the edits have no flag. A part of the
     batch draws the same."""
     case = make_case(17, 300, device)
     edits = mixed_edits(17, 300, device)
     edits.rows[15:] = 0
-    tensors = [getattr(edits, name)[:15] for name in ("additive", "scaling", "bias")]
-    given = [torch.full_like(tensor, float("nan"))[:1] for tensor in tensors]
-    places = torch.tensor([tensor.data_ptr() for tensor in tensors], device=device)
-    placed = LogitEdits(given[0], given[1], edits.mask, given[2], edits.rows, places=places)
+    tensors = {name: getattr(edits, name)[:15] for name in names}
+    edits = LogitEdits(rows=edits.rows, **{name: getattr(edits, name) for name in names})
+    given = {name: torch.zeros_like(tensor[:1]) for name, tensor in tensors.items()}
+    addresses = [0 if tensor is None else tensor.data_ptr() for tensor in edits.tensors]
+    placed = LogitEdits(rows=edits.rows, places=torch.tensor(addresses, device=device), **given)
     whole = draw(path, case.with_params(edits=edits))
     assert_same(draw(path, case.with_params(edits=placed)), whole)
     part = dataclasses.replace(case, hidden=case.hidden[4:], params=case.with_params(edits=placed).params.rows(4, 17))
     assert torch.equal(draw(path, part).token_ids, whole.token_ids[4:])
+
+
+@pytest.mark.parametrize("kind", ["plain", "truncate"])
+@on_every_path
+def test_a_mask_alone_draws_as_beside_edits_that_change_nothing(device, path, kind):
+    """It has kernels of its own, and leaves the logits of truncated rows in their own dtype."""
+    case = make_case(5, 300, device, kind, dtype=torch.bfloat16)
+    mask, zeros = mixed_edits(5, 300, device).mask, torch.zeros(5, 300, device=device)
+    alone, beside = LogitEdits(mask=mask), LogitEdits(zeros, zeros + 1, mask, zeros)
+    drawn, same = (draw(path, case.with_params(edits=edits)) for edits in (alone, beside))
+    assert torch.equal(drawn.token_ids, same.token_ids)
+    ids = drawn.token_ids[:, None]
+    assert ((mask.gather(1, ids // 32) >> (ids % 32)) & 1 != 0).all()
+    if kind == "truncate":
+        buffers = drawn.workspace.last_buffer, same.workspace.last_buffer
+        assert [buffer.logits.dtype for buffer in buffers] == [torch.bfloat16, torch.float32]
 
 
 @pytest.mark.parametrize("words", [0, 1, 3, 9, 12])

@@ -10,7 +10,16 @@ import torch
 
 from sgl_flashsample.kernels.config import ReadConfig, ScreenConfig, TileConfig, TruncationConfig
 from sgl_flashsample.kernels.lm_head_sample import num_splits, workspace_slots
-from sgl_flashsample.kernels.params import BatchParams, Edit, LMHead, LogitEdits, LogitsSpec, supports_tma
+from sgl_flashsample.kernels.params import (
+    BatchParams,
+    Edit,
+    EditOperands,
+    LMHead,
+    LogitEdits,
+    LogitsSpec,
+    MaskOperands,
+    supports_tma,
+)
 from sgl_flashsample.kernels.sample_logits import num_read_splits, read_slots
 from sgl_flashsample.kernels.workspace import Workspace, num_group_blocks
 
@@ -162,10 +171,11 @@ def test_the_edits_that_are_given_are_known():
     assert not LogitEdits(mask=word).mask_is_bool and LogitEdits(mask=word.bool()).mask_is_bool
     assert not LogitEdits(scaling=tensor).mask_is_bool
 
-    def is_edited(edits: LogitEdits | None) -> bool:
-        return BatchParams(tensor, tensor, tensor, edits=edits).is_edited
+    def makes_logits(edits: LogitEdits | None) -> bool:
+        return BatchParams(tensor, tensor, tensor, edits=edits).makes_logits
 
-    assert not is_edited(None) and not is_edited(LogitEdits()) and is_edited(LogitEdits(mask=word))
+    assert not makes_logits(None) and not makes_logits(LogitEdits()) and not makes_logits(LogitEdits(mask=word))
+    assert makes_logits(LogitEdits(bias=tensor)) and makes_logits(LogitEdits(scaling=tensor, mask=word))
 
 
 class Far(torch.Tensor):
@@ -222,11 +232,25 @@ def test_what_a_part_compiles_depends_on_the_ids_of_all_parts(rank):
     """Whichever edits are given: the others are as far apart as SGLang's would be, which have a column for every id."""
     part = LMHead.of_rank(torch.zeros(336, 16), rank, 2, 600)
     filler = torch.zeros(1)
-    operands, variant = LogitEdits(mask=torch.zeros(1, 19, dtype=torch.int32)).operands(
-        part.spec.edit_width, filler, filler.int()
-    )
+    width, mask, rows = part.spec.edit_width, torch.zeros(1, 19, dtype=torch.int32), torch.zeros(1, 600)
+    operands, variant = LogitEdits(scaling=rows).operands(width, filler, filler.int())
     assert (operands.bias_stride, operands.mask_words) == (600, 19)
-    assert variant == LogitEdits(bias=torch.zeros(1, 600)).operands(part.spec.edit_width, filler, filler.int())[1]
+    for edits in (LogitEdits(bias=rows), LogitEdits(rows, mask=mask)):
+        assert variant == edits.operands(width, filler, filler.int())[1]
+
+
+@pytest.mark.parametrize("words", [True, False], ids=["words", "bools"])
+def test_a_mask_alone_has_kernels_of_its_own_unless_one_is_to_serve_all(words):
+    filler, row = torch.zeros(1), torch.zeros(1, 600)
+    mask = torch.zeros(1, 19, dtype=torch.int32) if words else torch.zeros(1, 600, dtype=torch.bool)
+    alone, together = LogitEdits(mask=mask), LogitEdits(row, mask=mask)
+
+    def operands(edits: LogitEdits, **options: bool) -> tuple[object, object]:
+        return edits.operands(600, filler, filler.int(), **options)
+
+    assert isinstance(operands(alone)[0], MaskOperands) and isinstance(operands(together)[0], EditOperands)
+    assert operands(alone)[0].mask is mask and operands(alone)[1] != operands(together)[1]
+    assert operands(alone, one_for_all=True)[1] == operands(together)[1]
 
 
 def test_a_scale_that_is_an_integer_is_a_float_to_the_kernels():

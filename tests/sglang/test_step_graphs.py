@@ -78,11 +78,10 @@ def first_columns(edits: LogitEdits, num_rows: int) -> list[torch.Tensor | None]
     """The first value of each row of the edits, where a kernel finds it; nothing for rows behind them."""
     columns: list[torch.Tensor | None] = []
     places = [0, 0, 0, 0] if edits.places is None else edits.places.tolist()
-    places.insert(2, 0)  # a mask has none
-    for tensor, place in zip((edits.additive, edits.scaling, edits.mask, edits.bias), places, strict=False):
+    for tensor, place in zip(edits.tensors, places, strict=True):
         if tensor is not None and place:
-            memory = (ctypes.c_float * tensor.numel()).from_address(place)
-            tensor = torch.frombuffer(memory, dtype=torch.float32).view(tensor.shape)
+            memory = (ctypes.c_byte * tensor.nbytes).from_address(place)
+            tensor = torch.frombuffer(memory, dtype=tensor.dtype).view(tensor.shape)
         column = None if tensor is None else tensor[:, 0].float()
         columns.append(None if column is None else torch.nn.functional.pad(column, (0, num_rows - len(column))))
     return columns
@@ -528,7 +527,7 @@ def replay_once(graphs: StepGraphs, launches: Callable[..., Launched], hidden: t
 def test_logits_that_a_graph_writes_to_live_as_long_as_the_graph():
     """A larger batch replaces the buffer of the workspace."""
     workspace, spec, hidden = Workspace(1, CPU), LogitsSpec(32), hidden_of(2)
-    graphs = StepGraphs([workspace], 4, CountingCapture(), StepCounts())
+    graphs = StepGraphs([workspace], CountingCapture(), StepCounts())
 
     def launches(batch: object) -> Launched:
         workspace.logits_buffer(2, spec, torch.float32, edited=False)
@@ -547,7 +546,7 @@ def test_logits_that_a_graph_writes_to_live_as_long_as_the_graph():
 def test_what_a_graph_writes_to_lives_as_long_as_the_graph():
     """Else it would lie where the tokens of another graph are."""
     kept: list[weakref.ref] = []
-    graphs = StepGraphs([Workspace(1, CPU)], 4, CountingCapture(), StepCounts())
+    graphs = StepGraphs([Workspace(1, CPU)], CountingCapture(), StepCounts())
 
     def launches(batch: object) -> Launched:
         scratch = torch.zeros(2)
