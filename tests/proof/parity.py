@@ -19,8 +19,8 @@ without min-p, and with the top-p of what top-k has left. Left out is what depen
 min_new_tokens), and what SGLang would have to verify.
 
 Without overlap scheduling, but for drafts: with it, SGLang counts a token for the penalties one step late, or not, as
-requests arrive. Takes three minutes on two cores, with ``--speculation`` half an hour. The exit code is 1, and nothing is
-written, where something is not as it must be.
+requests arrive. Takes three minutes on two cores, with ``--speculation`` half an hour. The exit code is 1, and nothing
+is written, where something is not as it must be.
 """
 
 from __future__ import annotations
