@@ -309,7 +309,7 @@ def test_every_path_is_compared_interpreted(dry_run):
 
 
 @no_gpu
-@pytest.mark.slow
+@pytest.mark.full
 def test_every_section_of_exact_tokens_and_every_path_is_counted(dry_run, load):
     counted = dry_run("draws", "exact")["rows"]
     both = [(section, path) for section in ("legal", "forbidden") for path in ("logits", "fused")]
@@ -534,12 +534,13 @@ def tiny(load, most_ids: int = 150) -> tuple:
 def test_every_way_to_logprobs_has_those_of_float64_and_notices_what_is_planted(load):
     """Batches of each dtype, at the temperature of the draw and at 1."""
     logprobs, cpu = load("logprobs"), torch.device("cpu")
-    indices = logprobs.shapes_once(tiny(load))
-    assert len(indices) == 6
+    indices = logprobs.shapes_once(tiny(load))[:4]
+    shapes = [logprobs.shape_of(index, tiny(load)) for index in indices]
+    assert len({shape.dtype for shape in shapes}) == 3 and len({shape.original for shape in shapes}) == 2
     counted = logprobs.count_logprobs(indices, cpu, tiny(load))
     assert set(counted) == {"logits", "prompts", "fused", "ranks"}
     for counts in counted.values():
-        assert counts["rows"] == 30 and counts["planted_noticed"] > 0
+        assert counts["rows"] == 20 and counts["planted_noticed"] > 0
         assert counts["wrong_ids"] == counts["wrong_values"] == 0 < counts["max_error"] <= logprobs.MOST_ERROR
 
 
@@ -573,6 +574,7 @@ def test_another_id_another_value_and_anything_behind_a_count_are_counted_and_ne
         way = logprobs.Way("x", logprobs.Logprobs(token, top, given), torch.tensor([2]), wanted, None)
         counts = logprobs.compare(way, truth)
         assert counts["rows"] == 1 and counts["values"] == 1 + 2 + 4
+        assert counts["unequal"] == (2 in ids and "token" in changed)
         return {name: counts[name] for name in ("near_ties", "wrong_ids", "wrong_values")}
 
     right = {"near_ties": 0, "wrong_ids": 0, "wrong_values": 0}
@@ -656,7 +658,7 @@ def test_a_goal_of_counts_is_met_by_enough_of_them_without_a_wrong_one_on_every_
 
 def test_the_goals_of_logprobs_are_by_path_and_tell_the_largest_error(load, tmp_path):
     row = {"section": "logprobs", "path": "logits", "rows": 10**6, "values": 10**8, "wrong_ids": 0, "wrong_values": 0}
-    row |= {"max_error": 3e-6}
+    row |= {"max_error": 3e-6, "unequal": 0}
     bad = row | {"path": "ranks", "wrong_ids": 2, "wrong_values": 3, "max_error": 0.5}
     names = (
         "rows with all features: other likeliest ids than float64 has, but for near-ties",

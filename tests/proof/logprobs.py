@@ -226,12 +226,13 @@ def compare(way: Way, truth: Truth) -> Counter[str]:
     """Counts of the rows and of the logprobs of one way.
 
     near_ties: rows with other ids than float64 has where logits are near ones and not equal. wrong_ids: rows with other
-    ids elsewhere, or with anything behind their count. wrong_values: logprobs off by more than ``MOST_ERROR``.
+    ids elsewhere, or with anything behind their count. wrong_values: logprobs off by more than ``MOST_ERROR``. unequal:
+    rows whose token is among the likeliest ids with another logprob, be it by one bit; SGLang has one number for both.
     """
     found, wanted, logits = way.found, way.wanted, truth.logits
     (num_rows, vocab), logprobs = logits.shape, truth.logprobs(way.temperature)
     errors = [error_of(found.of_tokens, logprobs.gather(1, way.tokens[:, None])[:, 0])]
-    near_tie = wrong_ids = torch.zeros(num_rows, dtype=torch.bool, device=logits.device)
+    near_tie = wrong_ids = unequal = torch.zeros(num_rows, dtype=torch.bool, device=logits.device)
     if wanted.token_ids is not None:
         assert found.of_ids is not None
         ids = wanted.token_ids.expand(num_rows, -1)
@@ -256,12 +257,14 @@ def compare(way: Way, truth: Truth) -> Counter[str]:
         near_tie = other.any(1) & ~wrong_ids
         values = error_of(found.top.logprobs, logprobs.gather(1, torch.where(inside, got, 0)))
         errors.append(values[inside])
+        is_token = inside & (got == way.tokens[:, None])
+        unequal = (is_token & (found.top.logprobs != found.of_tokens[:, None])).any(1)
     error = torch.cat(errors)
     wrong = ~(error <= MOST_ERROR)
-    counted = torch.stack([near_tie.sum(), wrong_ids.sum(), wrong.sum(), error.nan_to_num(nan=math.inf).max()])
-    near_ties, rows, values, largest = counted.tolist()
+    sums = [one.sum() for one in (near_tie, wrong_ids, wrong, unequal)]
+    near_ties, rows, values, unequals, largest = torch.stack([*sums, error.nan_to_num(nan=math.inf).max()]).tolist()
     counts_of: Counter[str] = Counter(rows=num_rows, values=len(error), near_ties=int(near_ties))
-    counts_of.update(wrong_ids=int(rows), wrong_values=int(values))
+    counts_of.update(wrong_ids=int(rows), wrong_values=int(values), unequal=int(unequals))
     counts_of["max_error"] = largest  # type: ignore[assignment]
     return counts_of
 

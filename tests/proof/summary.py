@@ -284,6 +284,12 @@ GOALS: dict[str, tuple[Goal, ...]] = {
             logprob_values,
         ),
         Goal(
+            "tokens of these rows whose logprob is, bit for bit, another one than that of the same likeliest id",
+            "0 of 1e6",
+            "exact",
+            by_path("logprobs", "unequal", "rows", 1e6),
+        ),
+        Goal(
             "draws of known distributions: log of the most evidence against them, at any time",
             "below its limit, with the power to notice a total variation distance of 1e-3",
             "soak",
