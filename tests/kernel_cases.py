@@ -418,10 +418,11 @@ SHAPES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {  # of logits, from
 class Mix:
     """The features of ``random_rows``. Each feature is on or off at random in each row, so that all pairs occur.
 
-    most_ids: ids are 1 to so many, uniform in the logarithm. shapes: of a row's logits, keys of ``SHAPES``. dtypes: of
-    logits, batch by batch. greedy, masked, edited (each kind of penalties, and the bias): shares of rows. limited:
-    every row has a top-k, a top-p or a min-p. temperatures: the usual, 0.3 to 2; or their powers of ten. hostile: NaN,
-    infinities and huge numbers among logits, biases and temperatures; a row may be without an allowed id.
+    most_ids, least_ids: bounds of the number of ids, which is uniform in the logarithm. shapes: of a row's logits, keys
+    of ``SHAPES``. dtypes: of logits, batch by batch. greedy, masked, edited (each kind of penalties, and the bias):
+    shares of rows. limited: every row has a top-k, a top-p or a min-p. temperatures: the usual, 0.3 to 2; or their
+    powers of ten. hostile: NaN, infinities and huge numbers among logits, biases and temperatures; a row may be without
+    an allowed id.
     """
 
     most_ids: int = 2000
@@ -433,6 +434,7 @@ class Mix:
     limited: bool = False
     powers: tuple[float, float] | None = None
     hostile: bool = False
+    least_ids: int = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -471,7 +473,8 @@ class Rows:
 def random_rows(mix: Mix, index: int, num_rows: int, device: torch.device) -> Rows:
     """The batch with this number: the same for the same number and kind of device."""
     on: dict[str, Any] = {"generator": torch.Generator(device).manual_seed(index), "device": device}
-    vocab = int(math.exp(random.Random(index).uniform(0, math.log(mix.most_ids))))
+    vocab = int(math.exp(random.Random(index).uniform(math.log(mix.least_ids), math.log(mix.most_ids))))
+    vocab = max(vocab, mix.least_ids)  # of an exponential that is rounded down
 
     def some(share: float, *shape: int) -> torch.Tensor:
         return torch.rand(*(shape or (num_rows,)), **on) < share

@@ -24,6 +24,7 @@ flashsample_cpu_speculation = lab.cpu_platform:prepare_speculation
 """
 # Garbage collections take a fifth of a server's start at Python's thresholds, because SGLang imports so much.
 _FEWER_COLLECTIONS = "import gc\n\ngc.set_threshold(300_000, 10, 10)\n"
+_FORK_SERVER = "from lab import fork_server\n\nfork_server.start()\n"
 _METADATA = "Metadata-Version: 2.1\nName: flashsample-cpu-demo\nVersion: 0\n"
 VARIABLES = {
     "TORCHDYNAMO_DISABLE": "1",  # else the first request with a penalty waits for a compiler
@@ -51,7 +52,7 @@ def environment(folder: Path) -> dict[str, str]:
 
     write_entry_points(folder)
     schemas = Path(__file__).with_name("torchvision_schemas.py").read_text()
-    (folder / "sitecustomize.py").write_text(f"{schemas}\n\n{_FEWER_COLLECTIONS}")
+    (folder / "sitecustomize.py").write_text("\n\n".join([schemas, _FEWER_COLLECTIONS, _FORK_SERVER]))
     path = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {
         "PYTHONPATH": os.pathsep.join(path),

@@ -699,13 +699,17 @@ def test_under_load_clients_count_how_requests_end(load, tmp_path):
 
 
 @no_gpu
-def test_steps_of_each_kind_are_profiled_and_what_cuda_was_asked_for_is_counted(dry_run, load, monkeypatch):
+@pytest.mark.full
+def test_steps_of_each_kind_are_profiled(dry_run):
     rows = dry_run("hot-path")["rows"]
     kinds = {row["kind"] for row in rows}
     assert kinds == {f"{kind}, picked" for kind in ("t1", "greedy", "k50p90", "edits", "logprob")} | {
         f"{kind}, picked with screen" for kind in ("t1", "greedy", "k50p90", "edits")
     }, "no screen serves logprobs"
     assert sum(row["steps"] for row in rows) >= 20
+
+
+def test_what_cuda_was_asked_for_is_counted(load):
     hot_path, call = load("hot_path"), {"cat": "cuda_runtime", "name": "cudaMalloc"}
     events = [{"cat": "user_annotation", "name": "steps", "ts": 5.0, "dur": 10.0}]
     events += [call | {"ts": at} for at in (4.0, 6.0, 16.0)] + [call | {"ts": 7.0, "name": "cudaStreamSynchronize"}]

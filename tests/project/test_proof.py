@@ -13,6 +13,7 @@ import os
 import subprocess
 import sys
 import types
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -308,13 +309,14 @@ def test_every_path_is_compared_interpreted(dry_run):
 
 
 @no_gpu
-@pytest.mark.slow
+@pytest.mark.full
 def test_every_section_of_exact_tokens_and_every_path_is_counted(dry_run, load):
     counted = dry_run("draws", "exact")["rows"]
     both = [(section, path) for section in ("legal", "forbidden") for path in ("logits", "fused")]
     assert {(row["section"], row["path"]) for row in counted} == {
         *both,
         *((section, "logits") for section in ("reference", "hostile", "temperatures")),
+        *(("logprobs", path) for path in ("logits", "prompts", "fused", "ranks")),
     }
     assert {row["section"] for row in counted} == set(load("draws").PROGRAMS["exact"].sections)
 
@@ -523,6 +525,93 @@ def test_every_pair_of_features_occurs_and_hostile_numbers_are_in_every_second_r
     )
 
 
+# --- logprobs
+
+
+def tiny(load, most_ids: int = 150) -> tuple:
+    return (load("logprobs").Vocabulary(most_ids // 2, most_ids, 5, 1.0),)
+
+
+def test_every_way_to_logprobs_has_those_of_float64_and_notices_what_is_planted(load):
+    """Batches of each dtype, at the temperature of the draw and at 1."""
+    logprobs, cpu = load("logprobs"), torch.device("cpu")
+    indices = logprobs.shapes_once(tiny(load))[:4]
+    shapes = [logprobs.shape_of(index, tiny(load)) for index in indices]
+    assert len({shape.dtype for shape in shapes}) == 3 and len({shape.original for shape in shapes}) == 2
+    counted = logprobs.count_logprobs(indices, cpu, tiny(load))
+    assert set(counted) == {"logits", "prompts", "fused", "ranks"}
+    for counts in counted.values():
+        assert counts["rows"] == 20 and counts["planted_noticed"] > 0
+        assert counts["wrong_ids"] == counts["wrong_values"] == 0 < counts["max_error"] <= logprobs.MOST_ERROR
+
+
+def test_host_memory_has_the_logprobs_of_float64(load, monkeypatch):
+    pytest.importorskip("numba")
+    logprobs = load("logprobs")
+    for module in ("head", "logprobs", "paths"):
+        monkeypatch.setattr(f"sgl_flashsample.{module}.draws_in_host_memory", lambda device: True)
+    monkeypatch.setattr(logprobs, "draws_in_host_memory", lambda device: True)
+    monkeypatch.setattr(logprobs, "MIX", dataclasses.replace(logprobs.MIX, powers=(-2.0, 1.5)))
+    counted = logprobs.count_logprobs(logprobs.shapes_once(tiny(load, 2000)), torch.device("cpu"), tiny(load, 2000))
+    assert set(counted) == {"cpu", "cpu, prompts"}
+    for counts in counted.values():
+        assert counts["wrong_ids"] == counts["wrong_values"] == 0 < counts["planted_noticed"]
+
+
+def test_another_id_another_value_and_anything_behind_a_count_are_counted_and_near_ties_are_not_wrong(load):
+    logprobs = load("logprobs")
+    logits = torch.tensor([[1.0, 3.0, 3.0, 2.0, 2.0 + 1e-7, -1.0]], dtype=torch.float64)
+    truth, low = logprobs.Truth(logits, 5), logprobs.LOWEST_LOGPROB
+    of_all = torch.log_softmax(logits, -1)[0].float().tolist()
+
+    def counted(ids: list[int], behind: tuple = (-1, low, -math.inf), **changed: float) -> dict[str, float]:
+        values = [of_all[one] for one in ids]
+        values[0] += changed.get("value", 0.0)
+        columns = [*ids, behind[0]], [*values, behind[1]], [*logits[0, ids].tolist(), behind[2]]
+        top = logprobs.TopLogprobs(*(torch.tensor([column]) for column in columns), None)
+        given = torch.tensor([[of_all[5] + changed.get("given", 0.0), low]])
+        token = torch.tensor([of_all[2] + changed.get("token", 0.0)])
+        wanted = logprobs.WantedLogprobs(5, torch.tensor([4]), torch.tensor([[5, 6]]))
+        way = logprobs.Way("x", logprobs.Logprobs(token, top, given), torch.tensor([2]), wanted, None)
+        counts = logprobs.compare(way, truth)
+        assert counts["rows"] == 1 and counts["values"] == 1 + 2 + 4
+        assert counts["unequal"] == (2 in ids and "token" in changed)
+        return {name: counts[name] for name in ("near_ties", "wrong_ids", "wrong_values")}
+
+    right = {"near_ties": 0, "wrong_ids": 0, "wrong_values": 0}
+    assert counted([1, 2, 4, 3]) == right
+    assert counted([1, 2, 3, 4]) == right | {"near_ties": 1}
+    for ids in ([2, 1, 4, 3], [1, 2, 4, 0], [1, 2, 4, 4], [1, 1, 4, 3]):
+        assert counted(ids)["wrong_ids"] == 1, ids
+    for behind in ((0, low, -math.inf), (-1, -3.0, -math.inf), (-1, low, 0.0)):
+        assert counted([1, 2, 4, 3], behind) == right | {"wrong_ids": 1}
+    for name in ("value", "given", "token"):
+        assert counted([1, 2, 4, 3], **{name: 1.9e-5}) == right
+        for error in (2.2e-5, -2.2e-5, math.nan, 9.0):
+            assert counted([1, 2, 4, 3], **{name: error}) == right | {"wrong_values": 1}
+    above = logprobs.error_of(torch.tensor([1e-9, 0.0, -100.0]), torch.tensor([0.0, 0.0, -100.00003]).double())
+    assert above.tolist() == [math.inf, 0.0, pytest.approx(1.5e-5, rel=0.2)]
+
+
+def test_the_largest_error_of_all_parts_is_kept_and_counts_are_added(load):
+    logprobs, totals = load("logprobs"), Counter(rows=3, max_error=2.0)
+    logprobs.add(totals, Counter(rows=4, max_error=1.0))
+    logprobs.add(totals, Counter(rows=1))
+    assert totals == {"rows": 8, "max_error": 2.0}
+
+
+def test_batches_have_every_size_and_dtype_and_each_of_them_every_width(load):
+    logprobs = load("logprobs")
+    shapes = [logprobs.shape_of(index, logprobs.VOCABULARIES) for index in range(300)]
+    assert len(set(shapes)) == 30 == len(logprobs.shapes_once(logprobs.VOCABULARIES))
+    for field in ("vocabulary", "dtype"):
+        assert len({(getattr(shape, field), shape.width) for shape in shapes}) == 3 * len(
+            {getattr(shape, field) for shape in shapes}
+        )
+    rows = [shape.vocabulary.rows for shape in shapes]
+    assert sum(rows) / len(rows) * 15 / 16 > logprobs.MEAN_ROWS, "batches have up to an eighth fewer"
+
+
 # --- the page
 
 
@@ -566,6 +655,31 @@ def test_a_goal_of_counts_is_met_by_enough_of_them_without_a_wrong_one_on_every_
     verdict, found = verdicts(load, tmp_path, {"exact": {"rows": [enough, enough, few, bad]}})["illegal tokens"]
     assert verdict == "**missed**: fused: 3 of 500,000,000; cpu: 2,000 of 1,000,000,000 counted"
     assert found == "logits: 0 of 1,000,000,000; cpu: 0 of 2,000; fused: 3 of 500,000,000"
+
+
+def test_the_goals_of_logprobs_are_by_path_and_tell_the_largest_error(load, tmp_path):
+    row = {"section": "logprobs", "path": "logits", "rows": 10**6, "values": 10**8, "wrong_ids": 0, "wrong_values": 0}
+    row |= {"max_error": 3e-6, "unequal": 0}
+    bad = row | {"path": "ranks", "wrong_ids": 2, "wrong_values": 3, "max_error": 0.5}
+    names = (
+        "rows with all features: other likeliest ids than float64 has, but for near-ties",
+        "logprobs of these rows off by more than 2e-5, or below -50 by a share of 4e-7",
+    )
+    for rows, want in (
+        ([row], [["met", "logits: 0 of 1,000,000"], ["met", "logits: 0 of 100,000,000; at most 3.0e-06"]]),
+        (
+            [row, bad],
+            [
+                ["**missed**: ranks: 2 of 1,000,000", "logits: 0 of 1,000,000; ranks: 2 of 1,000,000"],
+                [
+                    "**missed**: ranks: 3 of 100,000,000",
+                    "logits: 0 of 100,000,000; ranks: 3 of 100,000,000; at most 5.0e-01",
+                ],
+            ],
+        ),
+    ):
+        found = verdicts(load, tmp_path, {"exact": {"rows": rows}})
+        assert [found[name] for name in names] == want
 
 
 def test_a_goal_without_a_result_was_not_run(load, tmp_path):

@@ -15,6 +15,9 @@ exact        sections are counted by path, with ``GOALS`` draws or rows of each 
   temperatures  the same rows, each with limits and a temperature between 1e-6 and 1e4, uniform in its logarithm.
   forbidden     rows of 1 to 500 ids with hostile biases, logits and temperatures. A token is forbidden if its logit or
                 its bias is -inf or NaN, or the mask forbids it. Each logprob is a number and not above 0.
+  logprobs      rows of 1 to 32,768 ids, and of 151,936, with every feature on or off at random (``logprobs.py``). The
+                likeliest ids of a row are those of float64 but for near-ties, and logprobs of these, of given ids, of
+                tokens and of prompts differ from float64 by 2e-5 at most, below -50 by a share of 4e-7.
 determinism  rows that are the same bit for bit, compared token by token. Dot products are exact, so every tile and
              every GEMM gives the same logits. Temperatures are 1e-6 to 10.
   rows          each row alone; in batches of every size up to the largest; in 20 orders; on every path; with each kind
@@ -37,8 +40,9 @@ Paths: on a GPU fused, screened, logits (a GEMM and the reader) and reader (of g
 logits). Without a GPU: cpu, in host memory. ``--dry-run`` interprets the GPU's paths, on few and short rows.
 
 Each count plants an error and must notice it, or nothing is proven: an oracle that forbids each row's most likely id or
-drawn id, a reference or a batch at another position, another distribution. ``planted_noticed``, ``noticed`` and
-``noticed_*`` say how often. The exit code is 1 if a token is wrong, or if a planted error is not noticed.
+drawn id, a reference or a batch at another position, another distribution, other ids and logprobs.
+``planted_noticed``, ``noticed`` and ``noticed_*`` say how often. The exit code is 1 if a token or a logprob is wrong,
+or if a planted error is not noticed.
 """
 
 from __future__ import annotations
@@ -63,6 +67,7 @@ import torch
 from programs import DEVICE, DRY_RUN, in_processes, make_parser, new_env, read_result, write_result  # isort: skip
 from definition import Row, may_and_must, probabilities
 from kernel_cases import HOSTILE, KINDS, Case, Mix, Rows, expected, limits, make_case, random_rows, reference
+from logprobs import FEW, MEAN_ROWS, VOCABULARIES, add, count_logprobs, make_batch, shapes_once, ways
 from scipy.special import logsumexp
 from scipy.stats import chi2
 from stats import coupled_acceptance, g_test, log_e_value
@@ -118,7 +123,7 @@ class Part(NamedTuple):
 
 # --- exact ------------------------------------------------------------------------------------------------------------
 
-GOALS = {"reference": 1e8, "legal": 1e9, "hostile": 1e5, "temperatures": 1e6, "forbidden": 1e8}  # at a scale of 1
+GOALS = {"reference": 1e8, "legal": 1e9, "hostile": 1e5, "temperatures": 1e6, "forbidden": 1e8, "logprobs": 1e6}
 NUM_ROWS = 8 if DRY_RUN else 1024
 FUSED_ROWS = min(NUM_ROWS, 256)  # elements of a hidden state: rows of logits that a head can hold at a time
 HOSTILE_ROWS = 8 if DRY_RUN else 64
@@ -268,10 +273,27 @@ def count_hostile(part: Part, goal: float) -> Counter[str]:
     return totals
 
 
+LOGPROB_VOCABULARIES = FEW if DRY_RUN else VOCABULARIES
+
+
 def count_exact(section: str, path: str, part: Part, goal: float, first: int = 0) -> Counter[str]:
     if section in ("legal", "forbidden"):
         return count_draws(section, PATHS[path], part, goal, first)
     return count_hostile(part, goal) if section == "hostile" else count_reference(section, part, goal)
+
+
+def count_by_path(section: str, path: str, part: Part, goal: float, first: int = 0) -> dict[str, Counter[str]]:
+    """{path: counts}. The ways to logprobs share their batches, and what float64 says of these."""
+    if section == "logprobs":
+        batches = part.batches(goal, MEAN_ROWS, section, first)
+        return count_logprobs(batches, DEVICE, LOGPROB_VOCABULARIES)
+    return {path: count_exact(section, path, part, goal, first)}
+
+
+def launch_logprobs() -> None:
+    """Launch the kernels of the section."""
+    for index in shapes_once(LOGPROB_VOCABULARIES):
+        ways(make_batch(index, DEVICE, LOGPROB_VOCABULARIES))
 
 
 def exact(options: Any) -> Iterator[Result]:
@@ -280,17 +302,21 @@ def exact(options: Any) -> Iterator[Result]:
     for section in (section for section in GOALS if section in options.only):
         paths = ("cpu",) if HOST else ("logits", "fused") if section in ("legal", "forbidden") else ("logits",)
         for path in paths:
-            started, totals, about = time.monotonic(), Counter[str](), {"section": section, "path": path}
-            about |= {"first": options.first} if section == "legal" else {}
+            started, totals = time.monotonic(), dict[str, Counter[str]]()
+            if section == "logprobs" and WHERE == "GPU":
+                compile_in_parallel(launch_logprobs)  # for all processes
+            first = {"first": options.first} if section in ("legal", "logprobs") else {}
             goal = GOALS[section] * options.scale
             parts = ((section, path, Part(number, num_parts), goal, options.first) for number in range(num_parts))
-            for counted in in_processes(count_exact, parts, options.processes):
-                totals.update(counted)
-                yield about | totals | {"seconds": round(time.monotonic() - started, 1)}
+            for counted in in_processes(count_by_path, parts, options.processes):
+                for name, counts in counted.items():
+                    add(totals.setdefault(name, Counter()), counts)
+                    about = {"section": section, "path": name} | first
+                    yield about | totals[name] | {"seconds": round(time.monotonic() - started, 1)}
 
 
 def wrong_exact(rows: list[Result], options: Any) -> list[Result]:
-    faults = ("illegal", "different", "bad_logprobs")
+    faults = ("illegal", "different", "bad_logprobs", "wrong_ids", "wrong_values")
     return [row for row in rows if any(row.get(one) for one in faults) or not row["planted_noticed"]]
 
 
@@ -532,8 +558,9 @@ def count_graphs(paths: Paths, cases: dict[str, Case], replays: int) -> Iterator
             yield count.row
 
 
-def compile_ahead(paths: Paths, cases: dict[str, Case], with_tables: bool) -> None:
-    """Compile the kernels of the sections in parallel. A kernel that fails to compile fails again at its launch."""
+def compile_in_parallel(launches: Callable[[], None]) -> None:
+    """Compile the kernels of these launches, and run none of them. One that fails to compile fails again at its
+    launch."""
     import triton  # not before the interpreter is turned on
 
     with (
@@ -542,20 +569,25 @@ def compile_ahead(paths: Paths, cases: dict[str, Case], with_tables: bool) -> No
         triton.AsyncCompileMode(pool, ignore_errors=True),
         compiling_only(),
     ):
-        for kind, case in cases.items():
-            for path in names_of_paths():
-                for rows in COMPILED_ROWS:
-                    paths.on(path)(some(case, slice(0, rows)))
-            for config in shipped_configs() if with_tables and kind in TABLE_KINDS else ():
-                if fits(config, kind):
-                    paths.with_config(config)(case)
+        launches()
+
+
+def launch_all(paths: Paths, cases: dict[str, Case], with_tables: bool) -> None:
+    """Launch the kernels of the sections."""
+    for kind, case in cases.items():
+        for path in names_of_paths():
+            for rows in COMPILED_ROWS:
+                paths.on(path)(some(case, slice(0, rows)))
+        for config in shipped_configs() if with_tables and kind in TABLE_KINDS else ():
+            if fits(config, kind):
+                paths.with_config(config)(case)
 
 
 def determinism(options: Any) -> Iterator[Result]:
     cases = make_cases()
     paths = Paths(cases["plain"].head)
     if WHERE == "GPU":
-        compile_ahead(paths, cases, "tables" in options.only)
+        compile_in_parallel(lambda: launch_all(paths, cases, "tables" in options.only))
     counts: dict[str, Callable[[], Iterator[Result]]] = {"rows": lambda: count_rows(paths, cases)}
     if not HOST:
         counts["tables"] = lambda: count_tables(paths, cases)
@@ -919,7 +951,7 @@ def main() -> int:
     parser.add_argument("--scale", type=float, default=1.0, help="share of the counts, replays or minutes above")
     parser.add_argument("--only", nargs="+", help="these sections")
     parser.add_argument("--keep", action="store_true", help="keep the file's rows of what is not counted now")
-    parser.add_argument("--first", type=int, default=0, help="number of the first batch of legal: others are new draws")
+    parser.add_argument("--first", type=int, default=0, help="number of the first batch of legal and logprobs")
     parser.add_argument("--processes", type=int, default=1, help="they share all GPUs; not for determinism")
     parser.add_argument("--dry-run", action="store_true", help="few and short rows, interpreted")
     options = parser.parse_args()

@@ -12,7 +12,6 @@ law      of other answers, ours and stock's, no token is outside the allowed set
          would be noticed; every logprob is within 1e-3 of it; a seeded answer of ours is that of the float64 reference
          (``kernels/reference.py``) for the same noise, and the same again beside requests with every other feature
 refused  both servers refuse it with the same words
-stock    SGLang's sampler serves it, and answers as the others do
 
 ``--speculation``: our server verifies the drafts of a smaller model (STANDALONE), with interpreted kernels. Stock's has
 none, as it cannot verify on a CPU. From the second token on, the definition is then that of SGLang's verification:
@@ -20,8 +19,8 @@ without min-p, and with the top-p of what top-k has left. Left out is what depen
 min_new_tokens), and what SGLang would have to verify.
 
 Without overlap scheduling, but for drafts: with it, SGLang counts a token for the penalties one step late, or not, as
-requests arrive. Takes ten minutes on two cores, with ``--speculation`` half an hour. The exit code is 1, and nothing is
-written, where something is not as it must be.
+requests arrive. Takes three minutes on two cores, with ``--speculation`` half an hour. The exit code is 1, and nothing
+is written, where something is not as it must be.
 """
 
 from __future__ import annotations
