@@ -147,24 +147,25 @@ def read_logprobs(
 ) -> Logprobs:
     """The logprobs that are wanted of ``rows``, whose tokens are ``token_ids``, ``[B]`` int64.
 
-    drawn: a draw from these rows with logprobs, at the temperatures of ``rows``: its values are taken. Never
+    drawn: a draw from these rows with logprobs, at the temperatures of ``rows``: its log-masses are taken. Never
     synchronises. Raises ValueError for a tensor of another shape, dtype, layout or device.
     """
     wanted.check(rows.num_rows, rows.logits)
     check_rows("token_ids", token_ids, (rows.num_rows,), torch.int64, rows.logits)
-    of_tokens = None if drawn is None else drawn.logprobs
+    # Where others are read, the token's is read with them: the same number, bit for bit, as that of the same id.
+    of_tokens = None if drawn is None or wanted.top or wanted.token_ids is not None else drawn.logprobs
     log_mass = None if drawn is None else drawn.log_mass
     lists = [] if wanted.token_ids is None else [wanted.token_ids]
-    own_mass = None
     if of_tokens is None:
         lists.append(token_ids[:, None])
+    own_mass = None
+    if log_mass is None:
         own_mass = torch.empty(rows.num_rows, 2, dtype=torch.float32, device=rows.logits.device)
     read = read_on_cpu if draws_in_host_memory(rows.logits.device) else _read_by_kernels
     top, found = read(rows, wanted.top, wanted.counts, lists, log_mass, own_mass)
     of_ids = None if wanted.token_ids is None else found[0]
-    if of_tokens is None:
-        return Logprobs(found[-1][:, 0], top, of_ids, own_mass)
-    return Logprobs(of_tokens, top, of_ids, log_mass)
+    of_tokens = found[-1][:, 0] if of_tokens is None else of_tokens
+    return Logprobs(of_tokens, top, of_ids, own_mass if log_mass is None else log_mass)
 
 
 def merge_parts(

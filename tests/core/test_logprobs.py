@@ -103,7 +103,7 @@ def assert_drawn(case: Case, wanted: WantedLogprobs, slack: float = 0.0) -> None
         # Two paths may round a sum otherwise.
         close = {"rtol": 0, "atol": 0} if path == "logits" else {"rtol": 1e-6, "atol": 1e-6}
         torch.testing.assert_close(drawn.log_mass.sum(-1), plain.log_mass.sum(-1), **close)
-        assert found.of_tokens is drawn.logprobs
+        torch.testing.assert_close(found.of_tokens, drawn.logprobs, rtol=1e-6, atol=1e-6)
         assert found.top is None or found.top.log_mass is drawn.log_mass
 
 
