@@ -107,7 +107,7 @@ def invert_temperature(temperature):
 
 class RowEdits(NamedTuple):
     """The edits of a program's rows. flags: ``[BLOCK_B]`` i32, the ``Edit`` flags of each row, and above ``_SHIFT`` the
-    row of the edits that it takes. The others are pointers; None where a mask is the only edit."""
+    row of the edits that it takes. The others are pointers, which nothing reads where a mask is the only edit."""
 
     flags: Any
     mask: Any
@@ -129,7 +129,7 @@ def find_edits(edits, given_edits, offs_b, mask_b):
         flags |= (offs_b // (given_edits >> _SHIFT)) << _SHIFT
         mask = _place(edits.mask, edits.places, 2)
         if len(edits) == _MASK_OPERANDS:
-            found = RowEdits(flags, mask, None, None, None)
+            found = RowEdits(flags, mask, mask, mask, mask)  # Triton 3.6 returns no None in a tuple
         else:
             found = RowEdits(
                 flags,

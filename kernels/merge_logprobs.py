@@ -211,7 +211,7 @@ def pack_logprobs(
             pack_logprobs_kernel,
             num_rows,
             (
-                None if top is None else top._replace(log_mass=None),
+                None if top is None else top._replace(log_mass=log_mass),  # Triton 3.6 takes no None in a tuple
                 of_ids if num_ids else None,
                 log_mass,
                 packed,

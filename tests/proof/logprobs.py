@@ -24,7 +24,7 @@ from sgl_flashsample import BatchParams, Head, LMHead, Logprobs, WantedLogprobs
 from sgl_flashsample.cpu_path import draws_in_host_memory
 from sgl_flashsample.kernels.gather_logprobs import gather_logprobs
 from sgl_flashsample.kernels.logit_summary import LOWEST_LOGPROB, LogitRows, RowSummary
-from sgl_flashsample.kernels.merge_top_logprobs import merge_top_logprobs
+from sgl_flashsample.kernels.merge_logprobs import merge_logprobs, pack_logprobs
 from sgl_flashsample.kernels.params import LogitsSpec
 from sgl_flashsample.kernels.reference import log_softmax_ref, top_logprobs_ref
 from sgl_flashsample.kernels.top_logprobs import WIDTHS, TopLogprobs, top_logprobs
@@ -139,30 +139,29 @@ def make_batch(index: int, device: torch.device, vocabularies: tuple[Vocabulary,
 def by_ranks(asked: Asked, tokens: torch.Tensor) -> Logprobs:
     """The logprobs of shards of the vocabulary, merged."""
     logits, wanted, parts = asked.rows.logits, asked.wanted, []
+    assert wanted.token_ids is not None
+    ids = torch.cat([tokens[:, None], wanted.token_ids.expand(len(tokens), -1)], 1)
     (num_rows, vocab), num_ranks = logits.shape, RANKS[logits.dtype]
     width = -(-vocab // num_ranks // 16) * 16
-    shards = []
     for start in range(0, num_ranks * width, width):
         size = min(width, vocab - start)
         if size > 0:
             part = torch.nn.functional.pad(logits[:, start : start + size], (0, width - size)).contiguous()
             spec = LogitsSpec(size, start, shards=num_ranks, total_ids=vocab)
-            shards.append(LogitRows(part, spec, asked.params, original=wanted.original))
-            parts.append(top_logprobs(shards[-1], wanted.top))
+            rows = LogitRows(part, spec, asked.params, original=wanted.original)
+            top = top_logprobs(rows, wanted.top)
+            assert top.log_mass is not None
+            found = gather_logprobs(rows, ids, summary=RowSummary(log_mass=top.log_mass))
         else:
-            empty = TopLogprobs.empty(num_rows, wanted.top, logits.device)
-            assert empty.log_mass is not None
-            empty.token_ids.fill_(-1), empty.logprobs.fill_(LOWEST_LOGPROB), empty.logits.fill_(-math.inf)
-            empty.log_mass[:] = empty.log_mass.new_tensor([-math.inf, 0.0])
-            parts.append(empty)
-    top = merge_top_logprobs(TopLogprobs(*(torch.stack(one) for one in zip(*parts, strict=True))), counts=wanted.counts)
-    known = RowSummary(log_mass=top.log_mass)
-
-    def gathered(ids: torch.Tensor) -> torch.Tensor:
-        return torch.stack([gather_logprobs(shard, ids, summary=known) for shard in shards]).amax(0)
-
-    assert wanted.token_ids is not None
-    return Logprobs(gathered(tokens[:, None])[:, 0], top, gathered(wanted.token_ids))
+            top = TopLogprobs.empty(num_rows, wanted.top, logits.device)
+            assert top.log_mass is not None
+            top.token_ids.fill_(-1), top.logprobs.fill_(LOWEST_LOGPROB), top.logits.fill_(-math.inf)
+            top.log_mass[:] = top.log_mass.new_tensor([-math.inf, 0.0])
+            found = torch.full_like(found, LOWEST_LOGPROB)
+        parts.append(pack_logprobs(top, found, top.log_mass))
+    merged, of_ids, log_mass = merge_logprobs(torch.stack(parts), wanted.top, counts=wanted.counts)
+    assert of_ids is not None
+    return Logprobs(of_ids[:, 0], merged, of_ids[:, 1:], log_mass)
 
 
 class Way(NamedTuple):
