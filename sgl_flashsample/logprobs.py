@@ -197,13 +197,10 @@ def _read_by_kernels(
     log_mass: torch.Tensor | None,
     own_mass: torch.Tensor | None,
 ) -> tuple[TopLogprobs | None, list[torch.Tensor]]:
-    """``read_on_cpu`` by kernels: one pass over the logits for all of it. own_mass: only with a last list of tokens."""
+    """``read_on_cpu`` by kernels: one pass over the logits for all of it. own_mass: written by each list, for which one
+    kernel does."""
     known = RowSummary(log_mass=log_mass)
     if log_mass is None:
         known = rows.complete(known, ranked=k > 0)
     top = top_logprobs(rows, k, counts=counts, summary=known) if k else None
-    tokens = len(lists) - 1
-    return top, [
-        gather_logprobs(rows, ids, summary=known, own_mass=own_mass if place == tokens else None)
-        for place, ids in enumerate(lists)
-    ]
+    return top, [gather_logprobs(rows, ids, summary=known, own_mass=own_mass) for ids in lists]

@@ -751,7 +751,8 @@ def test_a_server_of_two_ranks_draws_the_tokens_of_one_rank(servers, folder, nam
                     assert got == want, request
                 else:
                     assert got["output_ids"] == want["output_ids"], request
-                    assert paths(got) == paths(want), request
+                    if want["output_ids"]:  # an answer without a token has no path
+                        assert paths(got) == paths(want), request
         rows = [*seeded_rows(), ({"temperature": 0, "custom_params": {"token_ids": [738]}}, processor)]
         assert_same_answers(ask_together(server, rows), ask_together(servers["ours"], rows), with_paths=False)
         assert_draws_of_one_id_are_independent(server, servers["truth"], 100 if CUDA else 25)
