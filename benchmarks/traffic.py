@@ -128,7 +128,7 @@ class ModelRun:
             [*ARGUMENTS, *(("--max-total-tokens", str(self.kv_tokens)) if on_gpu else ("--dtype", "float32"))],
             backend=OURS if label == OURS else "flashinfer" if on_gpu else "pytorch",
             log=self.options.logs / f"{self.name}-{label}{'-cold' * cold}.log",
-            # On a GPU as users have them: a step that brings the counters up to date takes a third of a millisecond.
+            # On a GPU as users have them: bringing the counters up to date takes time of a step.
             environment=(COUNTERS_EVERY if DRY_RUN else {}) | caches | self.options.set,
             gpu_arguments=(*GPU_ARGUMENTS, *graphs, *limits),
         )

@@ -79,7 +79,7 @@ class Arrivals:
 
 @functools.lru_cache(maxsize=64)
 def _seeds_of(server_seed: int, rank: int, block: int) -> list[int]:
-    """The seeds of ``_BLOCK`` requests that come one after the other: in a loop one takes a microsecond, and twenty
+    """The seeds of ``_BLOCK`` requests that come one after the other: in a loop each costs a part of what it costs
     alone, between two steps."""
     numbers = range(block * _BLOCK, (block + 1) * _BLOCK)
     return [_hash_of(f"server {server_seed}, rank {rank}, request {number}") for number in numbers]

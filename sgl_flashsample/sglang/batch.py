@@ -168,9 +168,9 @@ class Batch:
         return Routing.all_fused(len(self))
 
     @functools.cached_property
-    def native(self) -> Routing | None:
-        """The routing of each step where every row needs SGLang's sampler by its request, else None."""
-        return Routing(tuple(row.reason for row in self.rows)) if self.mix.all_native else None
+    def native(self) -> Routing:
+        """The routing of each step of a batch whose ``mix`` is ``all_native``."""
+        return Routing(tuple(row.reason for row in self.rows))
 
     @functools.cached_property
     def routings(self) -> dict[tuple, Routing]:
@@ -345,7 +345,7 @@ def routing_of(
         or max(lengths, default=-1) > MAX_GIVEN_IDS
     ):
         return batch.fused
-    key = (tuple(map(type, grammars)), return_logprob, tuple(top), lengths)
+    key = (tuple(map(type, grammars)), return_logprob, tempered, tuple(top), lengths)
     routing = batch.routings.get(key)
     if routing is None:
         none = (None,) * len(batch)

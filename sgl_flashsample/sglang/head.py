@@ -190,10 +190,12 @@ class HeadState:
 
     def takes(self, hidden: torch.Tensor) -> bool:
         """Hidden states of such a dtype and layout, ``[B, D]``, are drawn from."""
-        weight = self._parameters.get("weight")
-        if weight is None:
-            weight = self.lm_head.weight
-        return hidden.dtype is weight.dtype and hidden.stride(1) == 1
+        return hidden.dtype is self._weight.dtype and hidden.stride(1) == 1
+
+    @property
+    def _weight(self) -> torch.Tensor:
+        weight = self._parameters.get("weight")  # as an attribute of a module it is looked up in Python
+        return self.lm_head.weight if weight is None else weight
 
     def is_of(self, processor: Any, lm_head: Any) -> bool:
         """Another processor computes these logits from this weight too."""
@@ -206,10 +208,7 @@ class HeadState:
     def _current_fingerprint(self) -> tuple:
         """A tuple that changes with each attribute that ``head`` is made of, and with each write to the weight that
         PyTorch counts."""
-        processor = self.processor
-        weight = self._parameters.get("weight")  # as an attribute of a module it is looked up in Python
-        if weight is None:
-            weight = self.lm_head.weight
+        processor, weight = self.processor, self._weight
         version = None if weight.is_inference() else weight._version
         return *_identity(processor, weight), version
 

@@ -120,14 +120,15 @@ class StepHooks:
         def launches(hidden: Any) -> Any:
             return original(processor, hidden, lm_head, logits_metadata, None, False)
 
-        def launches_of_all() -> Any:
-            return original(processor, hidden_states, lm_head, logits_metadata, None, True)
-
         compute: Callable[[Any], Any] = launches
         is_captured = self.runtime.captures_model(processor, state, hidden_states, logits_metadata)
         captured, prefills = hidden_states if is_captured else None, mode_of(logits_metadata).prefills
         ends_step = is_captured and state.captured.get(hidden_states.shape[0]) is hidden_states
         if ends_step:
+
+            def launches_of_all() -> Any:
+                return original(processor, hidden_states, lm_head, logits_metadata, None, True)
+
             place = getattr(logits_metadata, "next_token_logits_buffer", None)
             compute = CapturedLogits(state, hidden_states, launches, launches_of_all, place)
         lazy = LazyLogits(hidden_states, processor.vocab_size, state, compute, captured, prefills)
@@ -176,11 +177,13 @@ class StepHooks:
             observed = bool(args) or (bool(kwargs) and any(value is not None for value in kwargs.values()))
             if not observed and not lazy.is_dense:
                 batch: Batch | None = getattr(sampling_info, BATCH_ATTRIBUTE, None)
-                if self.runtime.inactive_reason is not None:
-                    batch = None
-                native = None if batch is None else batch.native
-                if batch is not None and native is not None and len(batch.kinds) == lazy.hidden.shape[0]:
-                    setattr(logits_output, ROUTING_ATTRIBUTE, native)
+                if (
+                    batch is not None
+                    and batch.mix.all_native
+                    and self.runtime.inactive_reason is None
+                    and len(batch.kinds) == lazy.num_rows
+                ):
+                    setattr(logits_output, ROUTING_ATTRIBUTE, batch.native)
                     logits_output.next_token_logits = lazy.dense()
                     return original(model_runner, logits_output, sampling_info)
                 sampling_info.grammar_mask = None  # a mask that a departed request left behind

@@ -80,7 +80,7 @@ class LazyLogits(torch.Tensor):
 
     def _first_rows(self, stop: Any) -> LazyLogits:
         """``self[:stop]`` of a graph. SGLang takes it at every step, after the replay: until someone computes them, the
-        logits of one step are like those of the next, and to make a tensor costs the host more than a draw's launch."""
+        logits of one step are like those of the next, and no tensor has to be made for each."""
         if self._first is None:
             self._first = {}
         first = self._first.get(stop)

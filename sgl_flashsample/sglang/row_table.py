@@ -133,7 +133,7 @@ class RowTable:
         self._size, pinned = size, self._device.type == "cuda"
         self._new_lines = torch.zeros(size, LINE_WORDS, dtype=torch.int32, pin_memory=pinned)
         self._new_slots = torch.zeros(size, dtype=torch.int64, pin_memory=pinned)
-        # Between two steps much else runs: an assignment through NumPy or PyTorch costs some ten microseconds then.
+        # Between two steps much else runs, and then an assignment through NumPy or PyTorch is slow.
         self._line_bytes = memoryview(self._new_lines.numpy().data).cast("B")
         self._slot_values = memoryview(self._new_slots.numpy().data)
         self._addresses = self._new_slots.data_ptr(), self._new_lines.data_ptr()

@@ -258,7 +258,7 @@ def parts_of(case: Case, num_ranks: int) -> list[Head | None]:
 
 
 def draw_by_ranks(case: Case, num_ranks: int, wanted: WantedLogprobs) -> tuple[SampleOutput, Logprobs]:
-    """What each rank gets that merges the draws and the logprobs of all. A rank without ids has drawn no row."""
+    """The merged draw and the merged logprobs of all ranks: each rank gets these. A rank without ids draws no row."""
     num_rows, records, parts = len(case.hidden), [], []
     for head in parts_of(case, num_ranks):
         if head is None:
@@ -287,7 +287,7 @@ def assert_by_ranks(case: Case, num_ranks: int, wanted: WantedLogprobs) -> None:
 @pytest.mark.parametrize("num_ranks, vocab", [(2, 515), (4, 601), (8, 33)])
 @pytest.mark.parametrize("kind", ["plain", "edit"])
 def test_ranks_have_the_token_and_the_logprobs_of_the_whole_vocabulary(place, kind, num_ranks, vocab, original):
-    """Of 33 ids, three ranks hold 16, 16 and 1, and the others none."""
+    """Three of eight ranks hold the 33 ids, 16, 16 and 1 of them; the other five hold none."""
     case = make_case(5, vocab, place, kind, torch.float32, padding=5)
     counts = torch.tensor([3, 0, 20, -1, 1], dtype=torch.int32, device=place)
     assert_by_ranks(case, num_ranks, WantedLogprobs(20, counts, some_ids(5, 9, vocab, place), original))
@@ -308,7 +308,7 @@ def equal_rows(device: torch.device) -> Case:
     logits[3, :], logits[3, [3, 90, 150]] = -INF, torch.tensor([1.0, float("nan"), INF], device=device)
     logits[4, :] = -INF
     row = torch.arange(5, device=device)
-    # A row of the identity takes a column of the weight: its logits, but for those that are not finite.
+    # Hidden states are rows of the identity: each row of logits is a column of the weight. Infinity and NaN come later.
     finite = logits.nan_to_num(0.0, 0.0, 0.0)
     weight = torch.nn.functional.pad(finite.T, (0, 11)).contiguous()
     allowed = logits > -INF
@@ -331,7 +331,7 @@ def test_ties_between_ranks_go_to_the_smaller_id_and_forbidden_ids_are_those_of_
 @pytest.mark.parametrize("original", [False, True], ids=["at temperature", "original"])
 @pytest.mark.parametrize("kind", ["truncate", "edit+truncate"])
 def test_ranks_that_draw_some_rows_each_have_the_tokens_and_logprobs_of_one_that_draws_all(place, kind, original):
-    """Of five rows, a rank has two, another three, and the last none."""
+    """Two ranks draw the five rows, two and three of them; the third rank draws none."""
     case = make_case(5, 131, place, kind)
     counts = torch.tensor([3, 0, 5, 5, 1], dtype=torch.int32, device=place)
     wanted = WantedLogprobs(5, counts, some_ids(5, 9, 131, place), original)

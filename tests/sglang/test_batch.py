@@ -359,6 +359,13 @@ def test_rows_with_logprobs_beside_those_of_their_tokens_are_fused_up_to_a_numbe
     assert route(make_batch(*rows), None, logprobs, vocab_size=600, other_temperatures=True).reasons == reasons
 
 
+def test_a_routing_with_other_temperatures_is_not_that_of_a_head_without():
+    """A server with drafts asks both of one batch: its prefill has these logprobs, its verifications do not."""
+    batch, asked = make_batch(BEAM, TEMPERED, {}), (True, None, None, False)
+    assert route(batch, None, asked, other_temperatures=True).reasons == ("beam_search", None, None)
+    assert route(batch, None, asked).reasons == ("beam_search", AT_TEMPERATURE, None)
+
+
 def test_the_likeliest_of_more_ids_than_there_are_are_sglangs():
     asked = True, [101, 100], None, False
     assert route(make_batch({}, GREEDY), None, asked, vocab_size=100).reasons == ("top_logprobs", None)

@@ -91,7 +91,7 @@ def assert_logprobs(got: dict, want: Logprobs, name: str) -> None:
 @needs_sglang
 @pytest.mark.full
 def test_logprobs_beside_the_tokens_are_those_of_one_rank_with_the_whole_head_and_change_no_token(answers):
-    """Of draws and of prompts."""
+    """Draws and prompts are compared."""
     cases, prompts = exchange_worker.cases(), 0
     for name, answered in answers[0]["drawn"].items():
         case = cases[name.rsplit(", ", 2)[0]]

@@ -328,7 +328,8 @@ def test_a_batch_of_custom_processors_gets_stocks_tokens_from_replayed_logits(ru
 @pytest.mark.gpu
 @pytest.mark.parametrize("place", [True, False], ids=["SGLang's memory", "their own"])
 def test_cuda_graphs_give_the_logits_of_launches(device, place):
-    """Of as many rows: a GEMM of another size rounds otherwise. Two sizes take turns, and readers change the logits."""
+    """Launches and graph have equally many rows, as a GEMM of another size rounds otherwise. Two sizes take turns, and
+    readers change the logits."""
     vocab = 50_257
     lm_head = make_head((torch.randn(vocab, 256, device=device) / 8).bfloat16())
     state = HeadState(Processor(vocab_size=vocab), lm_head, CountingCapture(device))
