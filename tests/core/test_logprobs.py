@@ -308,7 +308,8 @@ def equal_rows(device: torch.device) -> Case:
     logits[3, :], logits[3, [3, 90, 150]] = -INF, torch.tensor([1.0, float("nan"), INF], device=device)
     logits[4, :] = -INF
     row = torch.arange(5, device=device)
-    # Hidden states are rows of the identity: each row of logits is a column of the weight. Infinity and NaN come later.
+    # Hidden states are rows of the identity: each row of logits is a column of the weight, which has 0 for NaN and
+    # infinity. The mask forbids the ids that have NaN or -infinity.
     finite = logits.nan_to_num(0.0, 0.0, 0.0)
     weight = torch.nn.functional.pad(finite.T, (0, 11)).contiguous()
     allowed = logits > -INF
