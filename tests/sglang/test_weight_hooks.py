@@ -240,7 +240,7 @@ from sgl_flashsample.sglang.drafts import Drafts, DraftMode
 targets, reason = hooks.weight_targets()
 assert reason is None, reason
 for install in (hooks.install, hooks.install_weight_hooks, hooks.install_speculation):
-    reason = install(types.SimpleNamespace())
+    reason = install(types.SimpleNamespace(metrics=None))
     assert reason is None, reason
 reason = hooks.install_drafts(Drafts(types.SimpleNamespace(), DraftMode.COUPLED))
 assert reason is None, reason
