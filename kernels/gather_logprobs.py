@@ -1,7 +1,7 @@
 """Logprobs of given ids: from a row's logits where these are in memory, else from the rows of the head with these ids.
 
-A row of the head is ``2 D`` bytes and a logit 2 or 4. Up to a few dozen ids cost less from the head than a pass over
-``[B, V]`` logits; a log-mass must be known, which a draw with logprobs leaves (``SampleOutput.log_mass``). The products
+A row of the head is ``2 D`` bytes and a logit 2 or 4. A few ids cost less from the head than a GEMM whose ``[B, V]``
+logits are in memory; a log-mass must be known, which a draw with logprobs leaves (``SampleOutput.log_mass``). The products
 are summed and rounded as in the fused pass, by the code of the rescoring: a logit is the same on both ways.
 
 Ids are given per row, ``[B, m]``, or once for all rows, ``[1, m]``: then a row of the head is read once per 16 rows of
@@ -260,7 +260,7 @@ def head_logprobs(
         return logprobs
     temperature = None if params is None or original else params.temperature
     features = features_of(params, spec, logprobs, ids.new_empty(1, dtype=torch.int32))
-    shared = ids.shape[0] == 1
+    shared = ids.shape[0] < num_rows
     blocks = cdiv(num_rows, MIN_RESCORED_ROWS) if shared else num_rows
     few = blocks * cdiv(num_ids, _TILE_IDS) < resident_programs(device, 1)
     live = _FEW_IDS if few else _TILE_IDS

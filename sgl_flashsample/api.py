@@ -76,7 +76,7 @@ def sample(
             the built-in choice.
         logprobs: also the logprobs of that many likeliest ids, 0 to 128, or of what a ``WantedLogprobs`` names: then
             the result is a ``LogprobOutput``, with the token's logprob, and the batch takes the logits path, which has
-            its ``[B, V]`` logits in memory. The tokens are that path's.
+            its ``[B, V]`` logits in memory, and whose tokens it gets; for a few given ids alone it keeps its path.
 
     Invariants: the token depends on (logits row, seed, position) only, not on batch size, order,
     neighbours, tile, shards, path (``SamplingPath.FLASHINFER`` apart), or eager against graph; ids are below
@@ -90,9 +90,7 @@ def sample(
     check_rows("hidden", hidden)
     head = lm_head if isinstance(lm_head, Head) else Head(lm_head)
     if logprobs is not None:
-        if path is not None and SamplingPath(path) is not SamplingPath.LOGITS:
-            raise ValueError(f"path is {str(path)!r}; expected 'logits' or None where logprobs are asked for")
-        return LogprobOutput.of(*head.draw_with_logprobs(hidden, params, WantedLogprobs.of(logprobs)))
+        return LogprobOutput.of(*head.draw_with_logprobs(hidden, params, WantedLogprobs.of(logprobs), path=path))
     return head.draw(hidden, params, return_logprob=return_logprob, path=path)
 
 

@@ -224,20 +224,36 @@ class Head:
         return largest is not None and largest <= self._parts.truncation_config.max_small_top_k
 
     def draw_with_logprobs(
-        self, hidden: torch.Tensor, params: BatchParams, wanted: WantedLogprobs
+        self,
+        hidden: torch.Tensor,
+        params: BatchParams,
+        wanted: WantedLogprobs,
+        *,
+        path: SamplingPath | str | None = None,
     ) -> tuple[SampleOutput, Logprobs]:
         """``draw``, with the logprobs of the likeliest ids and of given ids.
 
-        The batch takes a GEMM, and its logits, ``[B, V]``, are kept for the readers in scratch of the head. Logprobs
-        are those of the edited logits before truncation, at the temperature of the draw, 1 on greedy rows;
-        ``wanted.original``: 1 on all; or at ``wanted.temperature``. ``SampleOutput.logprobs`` and ``log_mass`` are None
-        with either. Logprobs of a head that is a part of the vocabulary are relative to its ids (``merge_parts``).
-        Never synchronises. Raises ValueError as ``draw``, and for another ``top`` than 0 to 128.
+        The batch takes a GEMM, and its logits, ``[B, V]``, are kept for the readers in scratch of the head; for a few
+        given ids alone it takes the path that it has without them, and reads the head's rows with these ids once more
+        (``paths.reads_ids_from_head``). Logprobs are those of the edited logits before truncation, at the temperature
+        of the draw, 1 on greedy rows; ``wanted.original``: 1 on all; or at ``wanted.temperature``.
+        ``SampleOutput.logprobs`` and ``log_mass`` are None with either. Logprobs of a head that is a part of the
+        vocabulary are relative to its ids (``merge_parts``). path: ``SamplingPath.LOGITS`` for the GEMM in any case.
+
+        Never synchronises. Raises ValueError as ``draw``, for another ``top`` than 0 to 128, and for another path.
         """
         check_rows("hidden", hidden)
         check_params(params)
-        self._table.check(self.lm_head)
+        if path is not None and SamplingPath(path) is not SamplingPath.LOGITS:
+            raise ValueError(f"path is {str(path)!r}; expected 'logits' or None where logprobs are asked for")
+        lm_head, num_rows = self.lm_head, len(hidden)
+        self._table.check(lm_head)
+        wanted.check(num_rows, hidden)
+        config = self._table.lookup(num_rows, BatchKind.of(params))
         with paths.on_device_of(hidden):
+            in_host_memory = draws_in_host_memory(hidden.device)
+            if path is None and not in_host_memory and paths.reads_ids_from_head(config, num_rows, lm_head, wanted):
+                return paths.launch_with_ids(config, hidden, params, self._parts, wanted)
             scratch = self._logprob_scratch
             if scratch is None or scratch.rows.max_rows < len(hidden):
                 return paths.launch_with_logprobs(hidden, params, self._parts, wanted)

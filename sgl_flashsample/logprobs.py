@@ -1,6 +1,7 @@
 """The logprobs of a row of logits that are in memory: of its token, of its likeliest ids and of given ids.
 
-A batch that asks for the last two takes a GEMM and a reader, whatever its size: all readers share the logits.
+A batch that asks for the last two takes a GEMM and a reader, whatever its size: all readers share the logits. For a few
+given ids alone the logits are not needed (``paths.reads_ids_from_head``).
 """
 
 from __future__ import annotations

@@ -17,7 +17,17 @@ from .cpu_path import draws_in_host_memory, sample_on_cpu
 from .defaults import HeadTraits, default_config_on, family_of_device, truncation_config
 from .dispatch import DispatchTable, default_table
 from .flashinfer_path import draw_with_flashinfer
-from .kernels.config import DEFAULT_TRUNCATION, GROUP_SIZE, ReadConfig, ScreenConfig, TruncationConfig, cdiv
+from .kernels.config import (
+    DEFAULT_TRUNCATION,
+    GROUP_SIZE,
+    MIN_RESCORED_ROWS,
+    ReadConfig,
+    ScreenConfig,
+    TileConfig,
+    TruncationConfig,
+    cdiv,
+)
+from .kernels.gather_logprobs import head_logprobs
 from .kernels.launch import is_compiling_only
 from .kernels.lm_head_sample import lm_head_sample, workspace_slots
 from .kernels.logit_summary import LogitRows
@@ -31,6 +41,9 @@ from .screen import Screen, unsupported_head
 
 MAX_CHUNK_ROWS = 1024  # of a prompt, whose logits are in memory at a time
 MAX_CHUNK_BYTES = 384_000_000  # of these logits
+# Given ids are read from the head where they are at most one of so many of its rows: a GEMM and the pass over its
+# logits cost more than a tenth of a fused pass, and scattered rows are read slower than rows in order.
+HEAD_ROWS_PER_READ = 32
 
 
 class Parts(NamedTuple):
@@ -105,6 +118,35 @@ def launch(
     )
 
 
+def reads_ids_from_head(config: Config, num_rows: int, head: LMHead, wanted: WantedLogprobs) -> bool:
+    """True where a batch that would take ``config`` without logprobs keeps it, and only the head's rows with the given
+    ids are read again: the log-mass is that of the draw."""
+    ids = wanted.token_ids
+    if wanted.top or ids is None or not wanted.are_of_draw or not isinstance(config, TileConfig):
+        return False
+    lists = num_rows if ids.shape[0] == num_rows else cdiv(num_rows, MIN_RESCORED_ROWS)
+    return lists * ids.shape[1] * HEAD_ROWS_PER_READ <= head.vocab_size
+
+
+def launch_with_ids(
+    config: Config,
+    hidden: torch.Tensor,  # [B, D], the weight's dtype
+    params: BatchParams,
+    parts: Parts,
+    wanted: WantedLogprobs,
+) -> tuple[SampleOutput, Logprobs]:
+    """Draw one token per row as ``config`` says, and read the logprobs of given ids from the head's rows with these
+    ids. Raises ValueError for arguments that do not fit."""
+    drawn = launch(config, hidden, params, parts, return_logprob=True)
+    assert wanted.token_ids is not None and drawn.log_mass is not None
+    # The token's is read with the others: the same number, bit for bit, as that of the same id.
+    of_ids, of_tokens = (
+        head_logprobs(hidden, parts.lm_head, ids, drawn.log_mass, params)
+        for ids in (wanted.token_ids, drawn.token_ids[:, None])
+    )
+    return drawn, Logprobs(of_tokens[:, 0], None, of_ids, drawn.log_mass)
+
+
 def launch_with_logprobs(
     hidden: torch.Tensor,  # [B, D], the weight's dtype
     params: BatchParams,
@@ -116,7 +158,6 @@ def launch_with_logprobs(
     ValueError for arguments that do not fit."""
     head, num_rows = parts.lm_head, max(1, hidden.shape[0])
     head.check(hidden)
-    wanted.check(hidden.shape[0], hidden)
     workspace, known = parts.workspace, wanted.are_of_draw
     if draws_in_host_memory(hidden.device):
         logits = compute_logits(hidden, head, workspace or Workspace(1, hidden.device))

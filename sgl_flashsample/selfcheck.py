@@ -24,6 +24,7 @@ from .dispatch import DispatchTable, reading_table
 from .files import first_line
 from .flashinfer_path import FlashInferError, draw_with_flashinfer
 from .kernels.config import ReadConfig, ScreenConfig
+from .kernels.gather_logprobs import head_logprobs
 from .kernels.gather_rows import LINE_WORDS, RowBuffers, StagedBatch, gather_rows, stage_rows, write_rows
 from .kernels.launch import compiling_only
 from .kernels.params import BatchParams, Edit, LMHead, LogitEdits, Truncation
@@ -124,6 +125,7 @@ def launch_logprobs_once(parts: Parts, kind: BatchKind, **masks: bool) -> None:
     counts, ids = torch.zeros_like(params.seed, dtype=torch.int32), params.seed[:, None]
     for k in COMPILED_TOP_LOGPROBS:
         launch_with_logprobs(hidden, params, parts, WantedLogprobs(k, counts, ids))
+    head_logprobs(hidden, parts.lm_head, ids, hidden.new_zeros(1, 2, dtype=torch.float32), params)
     if kind == PLAIN:
         for k in (0, *COMPILED_TOP_LOGPROBS):
             logprobs_in_chunks(hidden, params.seed, parts.lm_head, WantedLogprobs(k), 1)

@@ -159,7 +159,7 @@ def built_in_launches(capability: int, choices: str) -> Iterator[tuple[str, Call
             if str(kind) == "plain+screen" and first:  # every sm90 choice lists the groups, other devices do not
                 config = dataclasses.replace(config, listed=False)
             options: list[tuple[str, LMHead, dict]] = [("", head, {})]
-            if kind.edit:
+            if kind.edit and (first_of_kind or not full):  # fewer operands than all edits, which fit with every tile
                 options.append(("a mask alone", head, {"only_mask": True}))
             if full and not isinstance(config, ScreenConfig):
                 options.append(("logprobs", head, {"return_logprob": True}))
@@ -175,7 +175,7 @@ def built_in_launches(capability: int, choices: str) -> Iterator[tuple[str, Call
                 yield label, functools.partial(launch_once, parts, config, kind, **given)
 
 
-def launches_beside_a_draw() -> Iterator[tuple[str, Callable[[], Any]]]:
+def launches_beside_a_draw(choices: str) -> Iterator[tuple[str, Callable[[], Any]]]:
     """The launches that exchange and merge the draws of ranks, the one that accepts drafts, those of a table of rows,
     and those of top logprobs and of given ids."""
     from sgl_flashsample.kernels.follow_drafts import follow_drafts
@@ -201,7 +201,7 @@ def launches_beside_a_draw() -> Iterator[tuple[str, Callable[[], Any]]]:
     tables = (torch.zeros(3, 8, dtype=torch.int64) for _ in range(4))
     yield "path of drafts", functools.partial(follow_drafts, *tables)
     yield "table of rows", functools.partial(launch_row_table, torch.zeros(16, 64, dtype=torch.bfloat16))
-    yield from logprob_launches()
+    yield from logprob_launches(choices)
 
 
 def found_by_rank(num_rows: int, k: int, num_ids: int, offset: int = 0) -> tuple[Any, Any, torch.Tensor]:
@@ -215,9 +215,10 @@ def found_by_rank(num_rows: int, k: int, num_ids: int, offset: int = 0) -> tuple
     return top, of_ids, at(torch.zeros(num_rows * 2), offset).view(num_rows, 2)
 
 
-def logprob_launches() -> Iterator[tuple[str, Callable[[], Any]]]:
-    """The launches of top logprobs of each width and of given ids, per dtype; with edits, with a soft cap, and of a
-    vocabulary with a partial group."""
+def logprob_launches(choices: str) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """The launches of top logprobs of each width and of given ids: with edits, with a soft cap, and of a vocabulary with
+    a partial group; of other dtypes, the widest, with and without edits. "first": of 2-byte heads, with and without
+    edits."""
     from sgl_flashsample.kernels.gather_logprobs import gather_logprobs, head_logprobs
     from sgl_flashsample.kernels.logit_summary import LogitRows, RowSummary
     from sgl_flashsample.kernels.merge_logprobs import fields_of, merge_logprobs, pack_logprobs
@@ -233,21 +234,22 @@ def logprob_launches() -> Iterator[tuple[str, Callable[[], Any]]]:
         name = f"{k} top logprobs and logprobs of {num_ids} ids of 8 ranks"
         yield f"{name}: pack", functools.partial(pack_logprobs, *found_by_rank(2, k, num_ids), 1, 5)
         yield name, functools.partial(merge_logprobs, torch.zeros(8, 2, fields_of(k, num_ids)), k)
-    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+    features: tuple[tuple[str, dict, BatchParams], ...] = (
+        ("", {}, plain),
+        (", edits", {}, edited),
+        (", softcap", {"softcap": 50.0}, plain),
+        (", ragged", {"vocab_size": VOCAB - 1}, plain),
+    )
+    for dtype in (torch.bfloat16,) if choices == "first" else (torch.bfloat16, torch.float16, torch.float32):
         weight, hidden = torch.empty(VOCAB, HIDDEN, dtype=dtype), torch.empty(2, HIDDEN, dtype=dtype)
         logits = torch.empty(2, VOCAB, dtype=dtype)
-        features: tuple[tuple[str, dict, BatchParams], ...] = (
-            ("", {}, plain),
-            (", edits", {}, edited),
-            (", softcap", {"softcap": 50.0}, plain),
-            (", ragged", {"vocab_size": VOCAB - 1}, plain),
-        )
-        for words, options, params in features:
+        everything = dtype is torch.bfloat16 and choices != "first"
+        for words, options, params in features if everything else features[:2]:
             head = LMHead(weight, **options)
             rows = LogitRows(logits, head.spec, params)
-            for width in WIDTHS:
+            for width in WIDTHS if dtype is torch.bfloat16 else WIDTHS[-1:]:
                 yield f"{width} top logprobs, {dtype}{words}", functools.partial(top_logprobs, rows, width)
-            for lists in (1, 2):
+            for lists in (1, 2) if dtype is torch.bfloat16 else (2,):
                 ids = torch.zeros(lists, 9, dtype=torch.int64)
                 name = f"logprobs of {lists} lists of ids, {dtype}{words}"
                 yield name, functools.partial(gather_logprobs, rows, ids)
@@ -259,7 +261,7 @@ def logprob_launches() -> Iterator[tuple[str, Callable[[], Any]]]:
 def resources(capability: int, choices: str) -> list[dict]:
     return [
         dataclasses.asdict(used)
-        for name, launch in itertools.chain(built_in_launches(capability, choices), launches_beside_a_draw())
+        for name, launch in itertools.chain(built_in_launches(capability, choices), launches_beside_a_draw(choices))
         for used in compiled_by(name, launch)
     ]
 

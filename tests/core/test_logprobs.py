@@ -134,6 +134,49 @@ def test_a_vocabulary_may_have_fewer_ids_than_are_wanted(place):
     assert_drawn(make_case(3, 17, place), WantedLogprobs(20))
 
 
+@pytest.fixture
+def gemms(monkeypatch) -> list[int]:
+    """The rows of each GEMM that is launched from here on."""
+    rows: list[int] = []
+    compute = paths.compute_logits
+    monkeypatch.setattr(
+        paths,
+        "compute_logits",
+        lambda hidden, *args, **kwargs: rows.append(len(hidden)) or compute(hidden, *args, **kwargs),
+    )
+    return rows
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_few_given_ids_alone_are_read_from_the_head_after_the_draw_that_is_made_without_them(device, kind, gemms):
+    case = make_case(3, 2003, device, kind)
+    wanted = WantedLogprobs(token_ids=some_ids(3, 9, 2003, device))
+    head = Head(case.head)
+    plain = head.draw(case.hidden, case.params, return_logprob=True, path="fused")
+    drawn, found = head.draw_with_logprobs(case.hidden, case.params, wanted)
+    assert not gemms
+    assert torch.equal(drawn.token_ids, plain.token_ids) and torch.equal(drawn.scores, plain.scores)
+    assert_reference(found, case.edited, drawn.token_ids, wanted, case.params.temperature)
+    tokens = wanted._replace(token_ids=drawn.token_ids[:, None])
+    _, again = head.draw_with_logprobs(case.hidden, case.params, tokens)
+    assert torch.equal(again.of_ids[:, 0], found.of_tokens)
+
+
+@pytest.mark.parametrize(
+    "wanted",
+    [
+        WantedLogprobs(token_ids=torch.zeros(3, 21, dtype=torch.int64)),  # 63 of 2003 rows: more than 1 of 32
+        WantedLogprobs(1, token_ids=torch.zeros(3, 1, dtype=torch.int64)),
+        WantedLogprobs(token_ids=torch.zeros(3, 1, dtype=torch.int64), original=True),
+    ],
+    ids=["many ids", "the likeliest id beside them", "another temperature"],
+)
+def test_other_batches_with_given_ids_take_a_gemm(device, wanted, gemms):
+    case = make_case(3, 2003, device)
+    Head(case.head).draw_with_logprobs(case.hidden, case.params, wanted._replace(token_ids=wanted.token_ids.to(device)))
+    assert gemms == [3]
+
+
 def test_given_ids_may_be_the_same_for_all_rows_and_nothing_else_be_wanted(place):
     case = make_case(5, 131, place)
     assert_drawn(case, WantedLogprobs(token_ids=some_ids(1, 9, 131, place)))
@@ -298,6 +341,15 @@ def test_ranks_may_be_asked_for_less(place, wanted):
     assert_by_ranks(make_case(3, 131, place), 2, wanted)
     ids = some_ids(1, 9, 131, place)
     assert_by_ranks(make_case(3, 131, place), 2, wanted._replace(token_ids=ids))
+
+
+def test_ranks_may_read_given_ids_from_their_parts_of_the_head(device, gemms):
+    case = make_case(3, 2003, device, "edit")
+    wanted = WantedLogprobs(token_ids=some_ids(3, 9, 2003, device))
+    drawn, found = draw_by_ranks(case, 2, wanted)
+    assert not gemms
+    assert torch.equal(drawn.token_ids, Head(case.head).draw(case.hidden, case.params, path="fused").token_ids)
+    assert_reference(found, case.edited, drawn.token_ids, wanted, case.params.temperature)
 
 
 def equal_rows(device: torch.device) -> Case:
@@ -480,14 +532,15 @@ def real_head(device: torch.device) -> Head:
 
 
 @pytest.mark.gpu
-def test_a_captured_draw_has_the_logprobs_of_what_is_written_later(device):
+@pytest.mark.parametrize("top", [20, 0])
+def test_a_captured_draw_has_the_logprobs_of_what_is_written_later(device, top):
     head, rows = real_head(device), 33
     generator = torch.Generator(device).manual_seed(2)
     hidden = torch.randn(rows, 2048, generator=generator, device=device).bfloat16()
     row = torch.arange(rows, device=device)
     params = BatchParams(0.5 + row / rows, row, row)
     counts = torch.full((rows,), 20, dtype=torch.int32, device=device)
-    wanted = WantedLogprobs(20, counts, some_ids(rows, 9, 128_256, device))
+    wanted = WantedLogprobs(top, counts if top else None, some_ids(rows, 9, 128_256, device))
     head.draw_with_logprobs(hidden, params, wanted)  # compiled before the capture
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

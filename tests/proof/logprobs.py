@@ -22,7 +22,7 @@ from kernel_cases import Mix, Rows, random_rows
 
 from sgl_flashsample import BatchParams, Head, LMHead, Logprobs, WantedLogprobs
 from sgl_flashsample.cpu_path import draws_in_host_memory
-from sgl_flashsample.kernels.gather_logprobs import gather_logprobs
+from sgl_flashsample.kernels.gather_logprobs import gather_logprobs, head_logprobs
 from sgl_flashsample.kernels.logit_summary import LOWEST_LOGPROB, LogitRows, RowSummary
 from sgl_flashsample.kernels.merge_logprobs import merge_logprobs, pack_logprobs
 from sgl_flashsample.kernels.params import LogitsSpec
@@ -184,9 +184,11 @@ def ways(asked: Asked) -> list[Way]:
     done.append(Way("cpu, prompts" if host else "prompts", prompt, asked.prompt, wanted, None, plain=True))
     if not host:
         out = asked.head.draw(hidden, asked.params, return_logprob=True, path="fused")
-        assert out.logprobs is not None
-        alone = Logprobs(out.logprobs, None, None)
-        done.append(Way("fused", alone, out.token_ids, WantedLogprobs(), asked.params.temperature))
+        assert out.logprobs is not None and out.log_mass is not None and wanted.token_ids is not None
+        of_ids = head_logprobs(hidden, asked.head.lm_head, wanted.token_ids, out.log_mass, asked.params)
+        given = WantedLogprobs(token_ids=wanted.token_ids)
+        found = Logprobs(out.logprobs, None, of_ids)
+        done.append(Way("fused", found, out.token_ids, given, asked.params.temperature))
         done.append(Way("ranks", by_ranks(asked, drawn.token_ids), drawn.token_ids, wanted, asked.temperature))
     return done
 
