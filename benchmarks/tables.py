@@ -531,6 +531,8 @@ def traffic(results: Results) -> pd.DataFrame | None:
             "; ".join(" → ".join(_figure(row[f"{name}_p{p}"], ".1f") for row in (stock, ours)) for p in (50, 99))
             for name in ("ttft_ms", "itl_ms")
         ]
+        if gaps := ours.get("itl_ratio"):
+            times[1] += "; P99 ratio {of:.2f} ({low:.2f} to {high:.2f})".format(**gaps["p99"])
         lines.append([", ".join(cell), f"{stock['tokens_s']:,.0f} → {ours['tokens_s']:,.0f}"])
         lines[-1] += [f"{of:.3f} ({interval})", *times]
         late = ", ".join(_figure(ours[name], ".0f") for name in ("late_captures", "late_compiles"))

@@ -15,7 +15,8 @@ tokens over their time. Poisson arrivals are compared by pairs of windows, and `
 ``ratio.windows`` and ``ratio.segments`` count both (0 segments where windows are compared). A cell ends when the 99 %
 interval of the ratio of tokens per second is 2 % wide, and after ``--seconds`` at the latest. Clients run on a quarter
 of the cores and servers on the others. Percentiles are medians over windows; gaps are those of requests that stream
-each token (about 8 at a time, the others stream every 16th), and a chunk with several tokens is one gap.
+each token (about 8 at a time, the others stream every 16th), and a chunk with several tokens is one gap. ``itl_ratio``
+has the ratios of their percentiles, by pairs of windows, with 99 % intervals.
 
 traffic  servers that are under way, after requests of each kind
 cold     the first ``--cold-seconds`` of traffic of servers with empty Triton caches, ours with an empty FlashInfer

@@ -1,8 +1,8 @@
 """Logprobs of given ids: from a row's logits where these are in memory, else from the rows of the head with these ids.
 
 A row of the head is ``2 D`` bytes and a logit 2 or 4. A few ids cost less from the head than a GEMM whose ``[B, V]``
-logits are in memory; a log-mass must be known, which a draw with logprobs leaves (``SampleOutput.log_mass``). The products
-are summed and rounded as in the fused pass, by the code of the rescoring: a logit is the same on both ways.
+logits are in memory; a log-mass must be known, which a draw with logprobs leaves (``SampleOutput.log_mass``). The
+products are summed and rounded as in the fused pass, by the code of the rescoring: a logit is the same on both ways.
 
 Ids are given per row, ``[B, m]``, or once for all rows, ``[1, m]``: then a row of the head is read once per 16 rows of
 the batch.

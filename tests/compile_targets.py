@@ -216,9 +216,8 @@ def found_by_rank(num_rows: int, k: int, num_ids: int, offset: int = 0) -> tuple
 
 
 def logprob_launches(choices: str) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """The launches of top logprobs of each width and of given ids: with edits, with a soft cap, and of a vocabulary with
-    a partial group; of other dtypes, the widest, with and without edits. "first": of 2-byte heads, with and without
-    edits."""
+    """The launches of top logprobs of each width and of given ids, with and without edits; the widest also with a soft
+    cap, of a vocabulary with a partial group, and of other dtypes. "first": of bfloat16, with and without edits."""
     from sgl_flashsample.kernels.gather_logprobs import gather_logprobs, head_logprobs
     from sgl_flashsample.kernels.logit_summary import LogitRows, RowSummary
     from sgl_flashsample.kernels.merge_logprobs import fields_of, merge_logprobs, pack_logprobs
@@ -243,13 +242,13 @@ def logprob_launches(choices: str) -> Iterator[tuple[str, Callable[[], Any]]]:
     for dtype in (torch.bfloat16,) if choices == "first" else (torch.bfloat16, torch.float16, torch.float32):
         weight, hidden = torch.empty(VOCAB, HIDDEN, dtype=dtype), torch.empty(2, HIDDEN, dtype=dtype)
         logits = torch.empty(2, VOCAB, dtype=dtype)
-        everything = dtype is torch.bfloat16 and choices != "first"
-        for words, options, params in features if everything else features[:2]:
+        for words, options, params in features if dtype is torch.bfloat16 and choices != "first" else features[:2]:
             head = LMHead(weight, **options)
             rows = LogitRows(logits, head.spec, params)
-            for width in WIDTHS if dtype is torch.bfloat16 else WIDTHS[-1:]:
+            every_size = dtype is torch.bfloat16 and not options
+            for width in WIDTHS if every_size else WIDTHS[-1:]:
                 yield f"{width} top logprobs, {dtype}{words}", functools.partial(top_logprobs, rows, width)
-            for lists in (1, 2) if dtype is torch.bfloat16 else (2,):
+            for lists in (1, 2) if every_size else (2,):
                 ids = torch.zeros(lists, 9, dtype=torch.int64)
                 name = f"logprobs of {lists} lists of ids, {dtype}{words}"
                 yield name, functools.partial(gather_logprobs, rows, ids)

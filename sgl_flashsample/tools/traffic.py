@@ -136,6 +136,19 @@ class TrafficCell:
         stock, ours = speeds.values() if speeds else ([], [])
         return Ratio.paired(ours, stock, ALPHA) if len(stock) > 1 and min(*stock, *ours) > 0 else None
 
+    @property
+    def gap_ratios(self) -> dict[int, Ratio]:
+        """Percentiles of the times between tokens, ours over stock's, minus 1, by pairs of windows; empty with fewer
+        than two pairs."""
+        stock, ours = ([window.gaps for window in windows if window.gaps] for windows in self.windows.values())
+        pairs = list(zip(ours, stock, strict=False))
+        if len(pairs) < 2:
+            return {}
+        return {
+            percent: Ratio.paired([mine[place] for mine, _ in pairs], [theirs[place] for _, theirs in pairs], ALPHA)
+            for place, percent in enumerate(PERCENTILES)
+        }
+
     def speed(self, label: str) -> tuple[float, float]:
         """Tokens per second, and half the distance of the quartiles: of the compared work, or else of the windows."""
         if segments := self.segments.get(label):  # of equally many tokens: their harmonic mean is tokens over time
@@ -152,7 +165,8 @@ class TrafficCell:
     def rows(self) -> list[dict[str, Any]]:
         """For a result file, one per server. tokens_s, spread: ``speed``; times are medians of the windows. ratio: of
         tokens per second, with the bounds of its 99 % interval (None without ``ratio``), the windows of both servers,
-        and the segments of their compared work (0 where windows are compared)."""
+        and the segments of their compared work (0 where windows are compared). itl_ratio: of the times between tokens,
+        by percentile, where there are two pairs of windows."""
         rows: list[dict[str, Any]] = []
         for label, windows in self.windows.items():
             tokens_s, spread = self.speed(label)
@@ -166,15 +180,25 @@ class TrafficCell:
             rows.append(row | self.figures.get(label, dict.fromkeys(FIGURES)))
         of, low, high = rows[1]["tokens_s"] / max(1e-9, rows[0]["tokens_s"]), None, None
         if (ratio := self.ratio) is not None:
-            of, low, high = (1 + ratio.off, *(round(1 + bound, 4) for bound in (ratio.low, ratio.high)))
+            of, low, high = bounds_of(ratio)
         counts = {"windows": sum(map(len, self.windows.values())), "segments": len(self.segments.get(OURS, ()))}
         rows[1]["ratio"] = {"of": round(of, 4), "low": low, "high": high} | counts
+        rows[1]["itl_ratio"] = {
+            f"p{percent}": dict(zip(("of", "low", "high"), bounds_of(one), strict=True))
+            for percent, one in self.gap_ratios.items()
+        }
         return rows
 
     def line(self) -> str:
         stock, ours = (self.speed(label)[0] for label in self.windows)
         windows = sum(map(len, self.windows.values()))
         return f"{stock:.0f} -> {ours:.0f} tokens/s: {verdict(self.ratio)}, {windows} windows"
+
+
+def bounds_of(ratio: Ratio) -> tuple[float, float, float]:
+    """The ratio and the bounds of its interval, as they stand in result files."""
+    off, low, high = (round(1 + value, 4) for value in (ratio.off, ratio.low, ratio.high))
+    return off, low, high
 
 
 def verdict(ratio: Ratio | None) -> str:

@@ -634,6 +634,7 @@ def test_a_page_of_moving_traffic_has_the_interval_and_what_a_server_does_not_co
     row |= figures | {"tokens_s": 1000.0, "spread": 9.0} | dict.fromkeys(("host_us", "replayed"))
     row |= {"late_captures": None, "late_compiles": None}
     ours = row | {"backend": "flashsample", "tokens_s": 1061.0, "itl_ms_p99": None, "host_us": 51.2, "replayed": 0.953}
+    ours |= {"itl_ratio": {"p50": {}, "p99": {"of": 1.17, "low": 0.9, "high": 1.521}}}
     ours |= {"late_captures": 0.0, "ratio": {"of": 1.06, "low": 1.052, "high": 1.068, "windows": 12, "segments": 9}}
     cold = [
         row,
@@ -646,7 +647,7 @@ def test_a_page_of_moving_traffic_has_the_interval_and_what_a_server_does_not_co
     lines = load("tables").SECTIONS["traffic"].markdown(tmp_path).splitlines()[-2:]
     assert lines[0] == (
         "| m, 64 clients, mixed requests | 1,000 → 1,061 | 1.060 (1.052 to 1.068; 9) | 1.2 → 1.2; 1.2 → 1.2 | "
-        "1.2 → 1.2; 1.2 → - | 51 | 95% | 0, - |"
+        "1.2 → 1.2; 1.2 → -; P99 ratio 1.17 (0.90 to 1.52) | 51 | 95% | 0, - |"
     )
     assert lines[1].startswith(
         "| m, 64 clients, cold, first 60 s, mixed requests | 1,000 → 900 | 0.900 (no interval) |"

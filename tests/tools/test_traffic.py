@@ -127,6 +127,24 @@ def test_the_interval_of_windows_is_that_of_the_t_distribution():
     assert cell.decided is (high - low <= 0.02)
 
 
+def test_percentiles_of_gaps_have_the_interval_of_their_pairs_of_windows():
+    r = random.Random(5)
+    gaps = {label: [(r.uniform(4, 5), r.uniform(40, 90)) for _ in range(7)] for label in (STOCK, OURS)}
+    windows = {label: [traffic.Window(1000.0, both, ()) for both in each] for label, each in gaps.items()}
+    row = traffic.TrafficCell(POISSON, windows, {}).rows()[1]
+    for place, percent in enumerate(("p50", "p99")):
+        ours, stock = (np.log([both[place] for both in gaps[label]]) for label in (OURS, STOCK))
+        low, high = np.exp(scipy.stats.ttest_rel(ours, stock).confidence_interval(0.99))
+        got = row["itl_ratio"][percent]
+        assert (got["low"], got["high"]) == pytest.approx((low, high), abs=1e-4)
+        assert got["of"] == pytest.approx(math.exp(np.mean(ours) - np.mean(stock)), abs=1e-4)
+
+
+def test_gaps_of_fewer_than_two_pairs_of_windows_have_no_interval():
+    windows = [traffic.Window(1000.0, (4.0, 50.0), ()), traffic.Window(1000.0, (), ())]
+    assert traffic.TrafficCell(POISSON, {STOCK: windows, OURS: windows}, {}).rows()[1]["itl_ratio"] == {}
+
+
 def curve_of(speeds: list[float], segment: float, before: float, after: float = 0.0) -> traffic.Curve:
     """Tokens of segments at these speeds, after ``before`` tokens and before ``after`` seconds at the last speed."""
     ends = np.cumsum([1.0, *(segment / speed for speed in speeds), max(after, TICK)])
