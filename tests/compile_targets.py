@@ -163,7 +163,8 @@ def built_in_launches(capability: int, choices: str) -> Iterator[tuple[str, Call
                 options.append(("a mask alone", head, {"only_mask": True}))
             if full and not isinstance(config, ScreenConfig):
                 options.append(("logprobs", head, {"return_logprob": True}))
-            if full and first_of_kind and (str(kind) in ("plain", "plain+screen") or isinstance(config, ReadConfig)):
+            every_feature = kind.edit and kind.truncate and isinstance(config, ReadConfig)
+            if full and first_of_kind and (str(kind) in ("plain", "plain+screen") or every_feature):
                 # Another 2-byte dtype, a softcap or a ragged end changes no layout: not with every kind and every tile.
                 options += [(name, other, {}) for name, other in others.items()]
             for name, some, given in options:

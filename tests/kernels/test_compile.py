@@ -24,7 +24,7 @@ SPILLS |= {"rescore_groups_kernel": 16, "read_groups_kernel": 16}
 # Addresses of edits that a graph is told take two registers each, where a kernel's own arguments take none. The kernels
 # of sm100 were never measured.
 SPILLS_ON = {80: {"sample_logits_kernel": 8, "summarize_logits_kernel": 8}, 90: {"read_ids_kernel": 8}}
-SPILLS_ON |= {100: {"lm_head_sample_kernel": 8, "sample_logits_kernel": 16, "screen_head_kernel": 8}}
+SPILLS_ON |= {100: {"lm_head_sample_kernel": 16, "sample_logits_kernel": 16, "screen_head_kernel": 8}}
 SPILLS_ON[100]["top_logprobs_kernel"] = 16
 EVERYWHERE = {"lm_head_sample_kernel", "sample_logits_kernel", "sample_truncated_kernel", "search_truncated_kernel"}
 EVERYWHERE |= {"quantize_hidden_kernel", "screen_head_kernel", "list_groups_kernel", "rescore_groups_kernel"}
