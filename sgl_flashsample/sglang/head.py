@@ -243,7 +243,9 @@ class HeadState:
         wanted, found = WantedLogprobs(1, token_ids=zero), None
         if not self.whole_rows:
             greedy = BatchParams(torch.zeros(1, device=device), zero[0], zero[0])
-            _, found = self.head.draw_with_logprobs(head.weight.new_zeros(1, head.weight.shape[1]), greedy, wanted)
+            hidden = head.weight.new_zeros(1, head.weight.shape[1])
+            for one in (WantedLogprobs(token_ids=zero), wanted):  # ids alone have a kernel of their own
+                _, found = self.head.draw_with_logprobs(hidden, greedy, one)
         found = Logprobs.empty(wanted, 1, device) if found is None else found
         merge_parts(found.pack()[None], wanted, found.of_tokens)
         return compare_rows_with_reference(
