@@ -21,11 +21,11 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from .dispatch import DispatchTable
-from .kernels.config import ReadConfig, ScreenConfig
+from .kernels.config import ScreenConfig
 from .kernels.params import BatchParams, LMHead, Truncation
 from .kernels.workspace import Workspace
 from .kinds import BATCH_KINDS, KIND_NAMES, MAX_SCREENED_ROWS, BatchKind, Config, SamplingPath
-from .paths import Parts, gemm_dtype, launch, on_device_of, slots_for
+from .paths import Parts, launch, on_device_of, slots_for
 from .selfcheck import CHUNK_IDS, edits_of_every_kind
 from .tables.lookup import bucket_for, ranges_of
 
@@ -74,7 +74,7 @@ class Stopwatch(Protocol):
         ...
 
 
-class GraphStopwatch:  # coverage: needs a GPU
+class GraphStopwatch:
     """Times calls as a server replays them: each is captured in a CUDA graph of its own. The first ones run until the
     clocks of the device are those of a busy one."""
 
@@ -94,23 +94,19 @@ class GraphStopwatch:  # coverage: needs a GPU
                     graph.replay()
                 torch.cuda.synchronize(self._device)
         self._graphs += graphs
-        times: Times = [[] for _ in calls]
-        order = list(range(len(calls)))
         timed = []
         for index in range(-1, rounds):  # the first round finds the device idle, and does not count
             refresh(max(index, 0))
             events = [torch.cuda.Event(enable_timing=True) for _ in range(len(calls) + 1)]
             events[0].record()
-            for place, event in zip(order, events[1:], strict=True):
-                graphs[place].replay()
+            for graph, event in zip(graphs, events[1:], strict=True):
+                graph.replay()
                 event.record()
-            timed.append((tuple(order), events))
-            order.reverse()
+            timed.append(events)
         torch.cuda.synchronize(self._device)
-        for order_of_round, events in timed[1:]:
-            for place, first, second in zip(order_of_round, events, events[1:], strict=False):
-                times[place].append(first.elapsed_time(second) * 1e3)
-        return times
+        return [
+            [events[place].elapsed_time(events[place + 1]) * 1e3 for events in timed[1:]] for place in range(len(calls))
+        ]
 
 
 class Heat(NamedTuple):
@@ -252,8 +248,6 @@ def race(
         if rows in _sizes_of(kind) and rows <= parts.screen.max_rows
         if isinstance(table.lookup(rows, kind.screened), ScreenConfig)
     ]
-    if not wanted:
-        return Outcome((), 0.0)
     parts = parts._replace(workspace=_workspace(parts.lm_head, table, wanted))
     inputs = _Inputs(parts.lm_head, max(rows for _, rows in wanted))
     heats: list[Heat] = []
@@ -277,10 +271,7 @@ def _workspace(head: LMHead, table: DispatchTable, wanted: Sequence[tuple[BatchK
     """Scratch for all heats, as a server keeps it."""
     largest = max(rows for _, rows in wanted)
     configs = {table.lookup(rows, one) for kind, rows in wanted for one in (kind, kind.screened)}
-    workspace = Workspace(max(slots_for(config, head, largest) for config in configs), head.weight.device)
-    if any(isinstance(config, ReadConfig) for config in configs):
-        workspace.gemm(largest, head.weight.shape[0], gemm_dtype(head))
-    return workspace
+    return Workspace(max(slots_for(config, head, largest) for config in configs), head.weight.device)
 
 
 class _Inputs:
@@ -288,13 +279,14 @@ class _Inputs:
 
     def __init__(self, head: LMHead, max_rows: int) -> None:
         self._head = head
-        row, of_round = torch.arange(max_rows), torch.arange(ROUNDS)[:, None]
-        turn = (row + of_round).to(head.weight.device)  # a batch of one row has each of them in turn
+        device = head.weight.device
+        of_round = torch.arange(ROUNDS, device=device)[:, None]
+        turn = torch.arange(max_rows, device=device) + of_round  # a batch of one row, too, has each of them in turn
         self._hidden = _hidden_states(head, turn)
         self._temperature = _in_turn(TEMPERATURES, turn)
         self._top_k = _in_turn([top_k for top_k, _ in TRUNCATIONS], turn).int()
         self._top_p = _in_turn([top_p for _, top_p in TRUNCATIONS], turn)
-        self._position = (turn * 0 + of_round.to(turn.device)).long()
+        self._position = of_round.expand(-1, max_rows)
         self._places: list[tuple[torch.Tensor, torch.Tensor]] = []  # where a batch is, and its rounds
 
     def batch(self, kind: BatchKind, rows: int) -> tuple[torch.Tensor, BatchParams]:

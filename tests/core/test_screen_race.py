@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import pytest
 import torch
@@ -33,6 +34,7 @@ from sgl_flashsample.screen_race import (
     raced_kinds,
     unsupported_race,
 )
+from sgl_flashsample.sglang.step_graphs import CudaCapture
 
 H200 = HeadTraits("sm90", 2, 248_320, 5_120)
 FAMILIES = [HeadTraits(family, size, 248_320, 5_120) for family in ("sm80", "sm90", "sm100") for size in (2, 4)]
@@ -269,6 +271,69 @@ def test_a_decided_table_draws_the_tokens_of_the_built_in_choice(device, kind):
     drawn = Head(head, table=decided, screen=screen).draw(case.hidden, params).token_ids
     assert torch.equal(drawn, Head(head).draw(case.hidden, params).token_ids)
     assert screen.counters[ScreenCounter.ROWS] == len(drawn)
+
+
+def test_times_are_those_of_replays_each_directly_after_the_other_path_and_the_first_round_does_not_count(monkeypatch):
+    now, order = [0.0], []  # ms
+
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            self.at = now[0]
+
+        def elapsed_time(self, later):
+            return later.at - self.at
+
+    class Captured:
+        def __init__(self, call):
+            self.call = call
+
+        def replay(self):
+            now[0] += self.call()
+
+    class Capture:
+        def new_pool(self):
+            return "pool"
+
+        def __call__(self, launches, pool):
+            assert pool == "pool"
+            return Captured(launches), None
+
+    def call(name, milliseconds):
+        order.append(name)
+        return milliseconds + first[0]
+
+    def refresh(index):
+        now[0] += 5.0  # not timed
+        order.append(index)
+        first[0] = 7.0 if order.count(0) == 1 and index == 0 else 0.0
+
+    first = [0.0]
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(screen_race, "BUSY_SECONDS", 0.0)
+    stopwatch = screen_race.GraphStopwatch(torch.device("cuda"), Capture())
+    calls = [functools.partial(call, "builtin", 0.3), functools.partial(call, "screened", 0.17)]
+    times = stopwatch(calls, 3, refresh)
+    assert times == [pytest.approx([300.0] * 3), pytest.approx([170.0] * 3)]
+    rounds = [[index, "builtin", "screened"] for index in (0, 0, 1, 2)]
+    assert order == ["builtin", "screened", *(step for one in rounds for step in one)]
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_a_race_of_loaded_kernels_takes_less_than_its_limit(device):
+    weight = torch.randn(65_536, 2_048, device=device).bfloat16()
+    head = LMHead(weight)
+    table = candidates(default_table(head), raced_kinds(head))
+    parts = Parts.of(head, Screen(head, MAX_SCREENED_ROWS), table)
+    stopwatch = screen_race.GraphStopwatch(device, CudaCapture(device))
+    race(parts, table, stopwatch, clock=lambda: 0.0)  # loads them
+    outcome = race(parts, table, stopwatch)
+    assert outcome.skipped == () and outcome.seconds < MAX_SECONDS
+    floor = weight.nbytes / 10e6  # microseconds at 10 TB/s
+    assert all(min(heat.builtin) > floor and min(heat.screened) > floor / 2 for heat in outcome.heats)
 
 
 def test_the_made_rows_have_likely_ids_and_ids_of_a_usual_spread(device):
