@@ -17,7 +17,7 @@ import triton
 
 from .. import __version__
 from ..kernels.params import LMHead
-from ..kinds import KIND_NAMES, PLAIN, BatchKind, Config, SamplingPath
+from ..kinds import KIND_NAMES, MAX_SCREENED_ROWS, PLAIN, BatchKind, Config, SamplingPath
 from ..tables.lookup import device_of, environment
 from ..tables.schema import HeadShape
 from .baselines import FLASHINFER, baseline_call, baselines, import_flashinfer
@@ -25,7 +25,6 @@ from .correctness import CorrectnessCheck
 from .errors import error_of
 from .labels import config_of
 from .launcher import Launcher, draw
-from .plan import MAX_SCREENED_ROWS
 from .timing import Call, Contender, Timer, busy_percent, copies_needed
 from .workload import TORCH_DTYPES, Workload, make_head, make_weight, weight_shape
 

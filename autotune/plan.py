@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from ..defaults import HeadTraits, all_configs, default_config, defaults_digest, family_of
 from ..kernels.config import GROUP_SIZE, MIN_CHUNK, ReadConfig, ScreenConfig, TileConfig, cdiv
 from ..kernels.int8_head import MAX_HIDDEN
-from ..kinds import KIND_NAMES, BatchKind, Config, SamplingPath, path_of
+from ..kinds import KIND_NAMES, MAX_SCREENED_ROWS, BatchKind, Config, SamplingPath, path_of
 from ..tables.schema import ITEMSIZE, Device, HeadShape
 from .labels import kernel_kind
 from .race import Policy
@@ -35,8 +35,6 @@ KINDS = tuple(
     for kind in ("plain", "greedy", "truncate", "edit", "edit+truncate")
     for screen in ("", "+screen")
 )
-# Rows of the largest batch with a screen that is tuned: beyond, the integer arithmetic takes as long as reading bf16.
-MAX_SCREENED_ROWS = 64
 # The fused pass reads the head once per block of rows: beyond this many rows only for the race.
 MAX_FUSED_PROBE = 256
 

@@ -17,6 +17,8 @@ from ..kernels.config import cdiv
 from ..kernels.params import BatchParams, Edit, LMHead, LogitEdits, Truncation
 from ..kinds import BatchKind
 from ..model_config import VOCAB_MULTIPLE
+from ..screen_race import TEMPERATURES
+from ..screen_race import TRUNCATIONS as SCREENED_TRUNCATIONS
 from ..selfcheck import pack_bits
 from ..tables.schema import HeadShape
 from .baselines import OFFSETS_PER_CALL, BaselineBatch
@@ -28,12 +30,9 @@ SOFTCAP = 30.0  # softcap of heads that have one; times do not depend on its val
 # Slope and deviation of the noise, by profile.
 PROFILES = {"typical": (1.2, 2.0), "peaked": (2.5, 3.0), "flat": (0.0, 1.0)}
 TRUNCATIONS = ((50, 0.9), (20, 0.95), (0, 0.95))  # top-k (0: off) and top-p, row by row
-SCREENED_TRUNCATIONS = ((50, 0.9), (20, 0.95), (40, 1.0))  # for a batch that a screen can serve
 PENALISED = 200  # tokens with a penalty, per row
 BIASED = 20
 ALLOWED = 0.1  # share of the vocabulary that a grammar allows
-# Temperatures of the rows of a batch with a screen, in turn: the colder, the more groups are left to rescore.
-TEMPERATURES = (0.8, 1.0, 0.6, 0.3)
 REACH = 0.5  # part of a hidden state along its profile's direction, per root of its size; the rest is noise
 CHUNK_IDS = 16_384
 

@@ -41,7 +41,7 @@ from sgl_flashsample.autotune import pool
 from sgl_flashsample.autotune.cli import sizes_of
 from sgl_flashsample.autotune.decisions import device_and_head, traits_of
 from sgl_flashsample.autotune.labels import config_of, key_of, setup_request
-from sgl_flashsample.autotune.plan import EFFORTS, MAX_SCREENED_ROWS, Plan, StudyKey
+from sgl_flashsample.autotune.plan import EFFORTS, Plan, StudyKey
 from sgl_flashsample.autotune.pool import PoolError, ask_once, visible_gpu
 from sgl_flashsample.autotune.progress import Progress
 from sgl_flashsample.autotune.race import Ratio, robust_mean, t_quantile
@@ -50,7 +50,7 @@ from sgl_flashsample.autotune.run import run as tune
 from sgl_flashsample.autotune.space import FUSED, Space
 from sgl_flashsample.autotune.trials import read_events
 from sgl_flashsample.dispatch import DispatchTable
-from sgl_flashsample.kinds import KIND_NAMES, PLAIN, BatchKind, Config
+from sgl_flashsample.kinds import KIND_NAMES, MAX_SCREENED_ROWS, PLAIN, BatchKind, Config
 from sgl_flashsample.tables.lookup import Match, TableFile, Target, dispatch_of
 from sgl_flashsample.tables.schema import HeadShape, Table
 

@@ -38,11 +38,11 @@ class DispatchTable:
     """Which configuration batches of one head take: the built-in choices, or a tuned table on top of them. Immutable;
     resolved once, for every batch size that a server is prepared for.
 
-    tuned: choices other than the built-in ones. measured: sizes that a tuned table has decided, for the built-in
-    choice or another. A greedy batch that was not measured takes what a plain one takes; a batch with a screen that was
-    not measured takes the screened path if that is its built-in choice, else what it would take without a screen.
-    flashinfer: sizes of truncated batches that take the flashinfer path where their caller wants the distribution
-    alone.
+    tuned: choices other than the built-in ones. measured: sizes that a tuned table, or a race at the start
+    (``screen_race.py``), has decided, for the built-in choice or another. A greedy batch that was not measured takes
+    what a plain one takes; a batch with a screen that was not measured takes the screened path if that is its built-in
+    choice, else what it would take without a screen. flashinfer: sizes of truncated batches that take the flashinfer
+    path where their caller wants the distribution alone.
     screening: False leaves nothing to the screened path.
     """
 
@@ -113,7 +113,7 @@ class DispatchTable:
 
     def screened_rows(self, max_rows: int, *, measured: bool = False) -> int:
         """The rows of the largest batch of up to ``max_rows`` rows that is screened if its head has a screen; 0 where
-        none is. measured: because a tuned table says so, not the built-in choice alone."""
+        none is. measured: because it was measured, not as the built-in choice alone."""
         kinds = [kind for kind in BATCH_KINDS if kind.screen]
         for rows in range(max_rows, 0, -1):
             for kind in kinds:
@@ -135,6 +135,10 @@ class DispatchTable:
                 if launched not in seen:
                     seen.add(launched)
                     yield kind, num_rows, config
+
+    def with_choices(self, tuned: Tuned) -> DispatchTable:
+        """The same with these choices besides, as measured ones; of kinds that are named, with these alone."""
+        return self._replaced(tuned={**self._tuned, **tuned})
 
     def without(self, refused: Config, kind: BatchKind) -> DispatchTable:
         """The same with the built-in choice wherever ``kind`` takes ``refused``. Greedy and plain batches launch nearly

@@ -26,6 +26,10 @@ class SamplingPath(enum.StrEnum):
         raise ValueError(f"path is {value!r}; expected one of {', '.join(cls)}")
 
 
+# Rows of the largest batch with a screen that is measured: beyond, the integer arithmetic takes as long as reading
+# 2-byte weights.
+MAX_SCREENED_ROWS = 64
+
 # The paths that draw the same token for the same logits, with their configurations.
 CONFIGS: dict[SamplingPath, type[Config]] = {
     SamplingPath.FUSED: TileConfig,

@@ -119,7 +119,8 @@ class Sampler:
         out = sampler(hidden, SamplingParams(temperature=0.7, top_k=50, seed=7))
 
     Its ``head`` is a ``Head`` with the tuned table that fits on this machine, scratch and, with ``screen``, an INT8
-    copy of the weight (``Screen``).
+    copy of the weight (``Screen``). Without a table, the built-in choice says which batches are drawn from the copy,
+    unmeasured: a weight of less than 250 MB is faster without one.
 
     head: an ``LMHead``, or its ``[V, D]`` weight. The next call sees a weight that is replaced or written to, and draws
     without the screen until ``sampler.head.screen.rebuild(sampler.head.lm_head)``. max_rows: rows of the largest batch

@@ -18,7 +18,9 @@ from ..kernels.rng import GROUP_SIZE
 from ..kinds import BatchKind, SamplingPath
 from ..logprobs import Logprobs, WantedLogprobs, merge_parts
 from ..screen import Screen
+from ..screen_race import GraphStopwatch, Stopwatch
 from ..selfcheck import MAX_COMPILED_ROWS, compare_rows_with_reference
+from ..tables.lookup import ResolvedTable
 from . import support
 from .batch import DrawKind
 from .exchange import Exchange
@@ -51,6 +53,8 @@ class HeadState:
     head: this rank's part, as of the last ``update``; it has a screen while that serves. exchange: the exchange with
     the ranks that hold the rest; None where the head is whole. whole_rows: the kernels cannot draw from the parts of
     these ranks, so every batch is exchanged as whole rows of logits. table_file: the tuned table of ``head``, or None.
+    unraced: how ``head`` has no tuned table, until its screen is raced. screen_decision: the result of that race, in
+    words, or None.
     path: the path that every batch takes after a failure. screen: the life of the screen, where the head has one.
     use_step_graphs: steps are captured as CUDA graphs. copies_tokens: each step then has tokens of its own, which stay.
     graphs: None where there are none yet, or something that they were captured with has changed. captured: hidden
@@ -88,6 +92,8 @@ class HeadState:
         self._fingerprint = self._current_fingerprint()
         self.head = Head(self._current_head(), announces_changes=True)
         self.table_file: str | None = None
+        self.unraced: ResolvedTable | None = None
+        self.screen_decision: str | None = None
 
     def update(self, num_rows: int) -> None:
         """Follow the model, and make the workspace large enough for ``num_rows`` rows. Where nothing has changed, it
@@ -152,6 +158,10 @@ class HeadState:
             self._capture = CudaCapture(self.head.lm_head.weight.device)
         return self._capture
 
+    def stopwatch(self) -> Stopwatch:
+        """Times launches of this head as steps replay them."""
+        return GraphStopwatch(self.head.lm_head.weight.device, self._capture_graphs())
+
     @property
     def status(self) -> dict[str, Any]:
         """Facts of this head for ``Runtime.status``."""
@@ -167,6 +177,7 @@ class HeadState:
             "dtype": str(weight.dtype).removeprefix("torch."),
             "table": self.table_file,
             "screen": None if screen is None else {"rows": screen.rows, "bytes": screen_bytes, "paused": screen.paused},
+            "screen_decision": self.screen_decision,
             "graphs": sum(graphs.count for graphs in captured),
             "graph_bytes": sum(graphs.num_bytes for graphs in captured),
             "bytes": screen_bytes + sum(scratch.num_bytes for scratch in self.head.workspaces) + exchanged_bytes,

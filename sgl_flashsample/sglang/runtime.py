@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+import msgspec
 import torch
 
 from .. import __version__
@@ -16,12 +17,13 @@ from ..dispatch import DispatchTable
 from ..flashinfer_path import CANNOT_USE
 from ..head import Head
 from ..kernels.rng import NOISE_ABI
+from ..screen_race import Outcome, candidates, decide, raced_kinds, unsupported_race
 from ..selfcheck import MAX_COMPILED_ROWS, unsupported_by_flashinfer
 from ..switches import (
     STEP_GRAPHS_VARIABLE,
     switch,
 )
-from ..tables.lookup import resolve
+from ..tables.lookup import ResolvedTable, resolve
 from . import support, token_counts
 from .arrivals import Arrivals
 from .batch import Batch, Routing
@@ -31,7 +33,7 @@ from .head import GraphInputs, HeadState
 from .metrics import Metrics
 from .model_graph import ExtraRoot
 from .row_table import RowTable
-from .screen_lifecycle import HeadScreen, ScreenMode, screen_mode, unsupported_screen
+from .screen_lifecycle import NOT_MEASURED, HeadScreen, ScreenMode, race_screen, screen_mode, unsupported_screen
 from .settings import Settings, refuse_to_start, unsupported_screens
 from .versions import sglang_version
 
@@ -42,6 +44,7 @@ IDLE_READS = 4  # reads of device counters after the last step: one starts a cop
 NATIVE_FEATURES = "custom logit processors, sampling masks and beam search"
 
 
+NOT_RACED = "no screen was raced there"
 LATE_HEAD = "the model shows its LM head only at its first batch"
 LATE_ON_RANKS = f"{LATE_HEAD}, which is not supported with several ranks"
 
@@ -312,6 +315,9 @@ class Runtime:
                         raise self._rank_error(f"{type(error).__name__}: {error}") from error
             tried = self._agree_on_heads(list(prepared.values()))
             agreed = [first or second for first, second in zip(agreed, tried, strict=True)]
+        served = [one for one, reason in zip(prepared.values(), agreed, strict=False) if reason is None]
+        if None in agreed:
+            self._race_screens([one for one in served if isinstance(one, HeadState)])
         admitted = zip(prepared.items(), agreed, strict=False)
         # Heads that are served come first: the log line of another one says whether there are any.
         for (key, one), reason in sorted(admitted, key=lambda pair: pair[1] is not None):
@@ -466,44 +472,93 @@ class Runtime:
         for warning in resolved.warnings:
             logger.warning("flashsample: %s", warning)
         head.table = resolved.dispatch
-        no_screen = self._build_screen(state, max_rows, starting)
+        races = self.screen_mode is ScreenMode.AUTO and resolved.table_file is None
+        races = races and unsupported_race(head.lm_head) is None
+        no_screen = self._build_screen(state, max_rows, starting, races)
         head.screen = None if state.screen is None else state.screen.serving(head.lm_head)
         checked = head.check(max_rows, bool_masks=self.settings.bool_masks)
         if checked.reason is not None:
             return checked.reason
         if checked.refused:
             logger.warning(
-                "flashsample: %d tuned configurations failed the self-check at start and are not used; their batch "
-                "sizes use built-in ones, which passed it: %s",
+                "flashsample: %d configurations failed the self-check at start and are not used; their batch sizes use "
+                "built-in ones, which passed it: %s",
                 len(checked.refused),
                 "; ".join(checked.refused),
             )
         head.table = _without_failing_flashinfer(head)
-        logger.info("flashsample: %s", dataclasses.replace(resolved, dispatch=head.table).line())
+        resolved = dataclasses.replace(resolved, dispatch=head.table)
         state.table_file = None if resolved.table_file is None else str(resolved.table_file.file)
         measured = self.screen_mode is ScreenMode.AUTO
         if state.screen is not None and not head.table.screened_rows(state.screen.rows, measured=measured):
             no_screen = f"its kernels fail here: {checked.unscreened or '; '.join(checked.refused)}"
             state.free_screen()
             state.screen = None
-        self._announce_screen(state, no_screen)
+        if races and state.screen is not None:
+            state.unraced = resolved
+            return None
+        self._announce_choices(state, resolved, no_screen)
         return None
 
-    def _build_screen(self, state: HeadState, max_rows: int, starting: bool) -> str | None:
-        """Build the screen of a head; returns why it gets none, or None."""
-        lm_head, table = state.head.lm_head, state.head.table
+    def _race_screens(self, states: list[HeadState]) -> None:
+        """Race the screens of heads without a tuned table, and keep those that win: on all ranks alike. Every rank
+        calls this once, for the same heads; ranks without any, for none."""
+        raced = []
+        for state in states:
+            outcome: Any = NOT_RACED
+            if state.unraced is not None and state.screen is not None:
+                outcome = race_screen(state.head.lm_head, state.head.table, state.screen, state.stopwatch)
+            raced.append(outcome)
+        answers = self._ranks.of_all(raced)
+        for place, state in enumerate(states):
+            if state.unraced is not None:
+                self._settle_screen(state, [of_rank[place] if of_rank else None for of_rank in answers])
+        if any(outcome != NOT_RACED for of_rank in answers for outcome in of_rank):
+            statuses = self._ranks.of_all([state.status for state in states])
+            if not states:
+                self._statuses = next(filter(None, statuses), [])
+
+    def _settle_screen(self, state: HeadState, outcomes: list[Any]) -> None:
+        """Keep a screen for the batches that were faster with it. outcomes: of ``race_screen`` on each rank, None of
+        one without a head."""
+        assert state.unraced is not None and state.screen is not None
+        resolved, state.unraced = state.unraced, None
+        reason = self._ranks.first_reason([one if isinstance(one, str) else None for one in outcomes])
+        if reason is None:
+            raced = [msgspec.convert(one, Outcome) for one in outcomes if one is not None]
+            outcome = Outcome.of_ranks(raced)
+        else:
+            outcome = Outcome((), 0.0)
+        table = state.head.table = decide(state.head.table, outcome)
+        if reason is None:
+            state.screen_decision = outcome.words(table)
+        rows = table.screened_rows(state.screen.rows, measured=True)
+        if rows:
+            state.screen.fit(rows)
+        else:
+            state.free_screen()
+            state.screen = None
+        self._announce_choices(state, resolved, reason or NOT_MEASURED)
+
+    def _build_screen(self, state: HeadState, max_rows: int, starting: bool, races: bool) -> str | None:
+        """Build the screen of a head; returns why it gets none, or None. races: a race is to show for which batches,
+        of the most that may have it."""
+        lm_head, built_in = state.head.lm_head, state.head.table
+        table = candidates(built_in, raced_kinds(lm_head)) if races else built_in
         try:
             reason = self.no_screen_reason or unsupported_screen(lm_head, table, self.screen_mode, max_rows)
             if reason is None and not starting:
                 reason = "the model shows its LM head only after the memory is shared out"
             if reason is None:
                 state.screen = HeadScreen(lm_head, table.screened_rows(max_rows), self.metrics.read_seconds)
+                state.head.table = table
         except Exception as error:  # memory, or whatever a copy of this head meets: it is served without
             reason = f"{type(error).__name__}: {error}"
         return reason
 
-    def _announce_screen(self, state: HeadState, reason: str | None) -> None:
-        """Log the screen of a head, or why it has none."""
+    def _announce_choices(self, state: HeadState, resolved: ResolvedTable, reason: str | None) -> None:
+        """Log the table of a head, and its screen or why it has none."""
+        logger.info("flashsample: %s", resolved.line(state.screen_decision or ""))
         screen, weight = state.screen, state.head.lm_head.weight
         if screen is None:
             level = logging.WARNING if self.screen_mode is ScreenMode.ON else logging.INFO
@@ -576,6 +631,8 @@ class Runtime:
         prepared = same or self._prepare(*pairs[0], starting=starting)
         if isinstance(prepared, str):
             return prepared
+        if same is None:
+            self._race_screens([prepared])
         self.draft_head = prepared
         return None
 

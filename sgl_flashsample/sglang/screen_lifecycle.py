@@ -11,16 +11,21 @@ from __future__ import annotations
 import enum
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
+import msgspec
 import torch
 
 from ..cpu_path import draws_in_host_memory
 from ..dispatch import DispatchTable
+from ..files import first_line
 from ..kernels.params import LMHead
 from ..kernels.rng import GROUP_SIZE
 from ..kernels.workspace import ScreenCounter
+from ..paths import Parts
 from ..screen import Screen, unsupported_head
+from ..screen_race import Stopwatch, race, unsupported_race
 from ..switches import SCREEN_VARIABLE, word
 from .metrics import DeviceCounters
 
@@ -30,10 +35,12 @@ logger = logging.getLogger("sgl_flashsample")
 class ScreenMode(enum.StrEnum):
     """The choice of the server's user."""
 
-    AUTO = "auto"  # a screen where a tuned table has measured that it is faster
+    AUTO = "auto"  # a screen where a tuned table has measured that it is faster; without a table, where a race has
     ON = "on"  # also where only the built-in choice is the screened path
     OFF = "off"
 
+
+NOT_MEASURED = "no batch size has measured faster with it"
 
 # Share of the memory left free by the weights that a screen may take. The KV cache gets the rest.
 MEMORY_SHARES = {ScreenMode.AUTO: 0.05, ScreenMode.ON: 0.5}
@@ -58,9 +65,27 @@ def unsupported_screen(head: LMHead, table: DispatchTable, mode: ScreenMode, max
     if draws_in_host_memory(head.weight.device):
         return "the head is in host memory"
     if not table.screened_rows(max_rows, measured=mode is ScreenMode.AUTO):
-        faster = "no tuned table says that it is faster here"
+        faster = unsupported_race(head) or NOT_MEASURED
         return faster if mode is ScreenMode.AUTO else "the screened path is the choice for no batch size here"
     return _lack_of_memory(head, table.screened_rows(max_rows), mode)
+
+
+def race_screen(head: LMHead, table: DispatchTable, screen: HeadScreen, stopwatch: Callable[[], Stopwatch]) -> Any:
+    """The ``screen_race.Outcome`` of a head, as values of JSON; after a failure, which is logged, why there is none.
+
+    table: of ``candidates``, and checked. stopwatch: makes one. Waits for the device, and captures CUDA graphs: before
+    SGLang captures any.
+    """
+    try:
+        return msgspec.to_builtins(race(Parts.of(head, screen.trial(), table), table, stopwatch()))
+    except Exception as error:  # memory, a compiler, or what else a starting server may lack
+        reason = f"{type(error).__name__}: {first_line(error)}"
+        logger.warning(
+            "flashsample: the screen (INT8 copy of the LM head) could not be timed; built-in kernel settings are used, "
+            "same tokens: %s",
+            reason,
+        )
+        return reason
 
 
 def _lack_of_memory(head: LMHead, rows: int, mode: ScreenMode) -> str | None:
@@ -99,6 +124,19 @@ class HeadScreen:
         self._counters.new()  # allocates its pinned memory now, not in a step
         self.num_bytes = screen.num_bytes
         return screen
+
+    def trial(self) -> Screen:
+        """A screen of the same copy, to be timed: what it draws is not counted here."""
+        assert self._screen is not None
+        return self._screen.twin()
+
+    def fit(self, rows: int) -> None:
+        """Serve batches of up to ``rows`` rows from now on, with scratch for these alone. No graph has been captured
+        with the scratch so far."""
+        assert self._screen is not None
+        self.rows = rows
+        self._screen.grow(rows)
+        self.num_bytes = self._screen.num_bytes
 
     def serving(self, head: LMHead) -> Screen | None:
         """The screen, if it is a copy of what ``head`` holds now and is not paused."""
@@ -160,9 +198,9 @@ class HeadScreen:
 class PausePolicy:
     """Pauses a screen that reads too much of the head.
 
-    The tuned table has found the screened path faster with random inputs. How many groups a screen leaves to rescore
-    depends on the model and the traffic: hidden states with a few very large channels, or many rows at a high
-    temperature, can leave so many that one pass over the head is faster. The device counts the groups.
+    A table, or the race at the start, has found the screened path faster with made inputs. How many groups a screen
+    leaves to rescore depends on the model and the traffic: hidden states with a few very large channels, or many rows
+    at a high temperature, can leave so many that one pass over the head is faster. The device counts the groups.
 
     Each block of rows counts as one batch, which it is for almost all screened batches. Where a batch has several
     blocks, the copy is read once for all of them, and groups that several blocks want come from the cache.

@@ -94,12 +94,12 @@ class ResolvedTable:
     about: str
     warnings: tuple[str, ...]
 
-    def line(self) -> str:
-        """One line for a log."""
+    def line(self, screen: str = "") -> str:
+        """One line for a log. screen: how batches without a table use a screen, in words."""
         file = self.table_file
         if file is None:
-            advice = "`sgl-flashsample tune run` makes one"
-            return f"no tuned table for {self.about}: built-in kernel settings, same tokens; {advice}"
+            choices = f"{screen}; else built-in kernel settings" if screen else "built-in kernel settings"
+            return f"no tuned table for {self.about}: {choices}, same tokens; `sgl-flashsample tune run` makes one"
         table = file.table
         confirmed = sum(len(sizes.rows) for sizes in table.confirmed.values())
         sizes = self.dispatch.flashinfer

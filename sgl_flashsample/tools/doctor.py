@@ -167,7 +167,8 @@ def check_tables() -> Iterator[Finding]:
     if shown:
         yield Finding(OK, f"tuned tables for this device: {'; '.join(shown)}")
     elif cuda:
-        advice = "sgl-flashsample tune run MODEL; until then the built-in choices serve"
+        advice = "sgl-flashsample tune run MODEL; until then the built-in choices serve, and a screen where a server "
+        advice += "measures at its start that it is faster"
         yield Finding(NOTE, f"no tuned table for {device.name}", advice)
 
 

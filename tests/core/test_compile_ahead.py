@@ -25,6 +25,7 @@ except ImportError:
     sgl_flashsample.__path__.append(root)
 from sgl_flashsample import BatchParams, Head, LMHead, LogitEdits, Truncation, WantedLogprobs, paths, sample, selfcheck
 from sgl_flashsample.screen import Screen
+from sgl_flashsample.screen_race import Outcome, candidates, decide, race, raced_kinds
 from sgl_flashsample.dispatch import default_table
 from sgl_flashsample.kernels.gather_rows import RowBuffers, StagedBatch, gather_rows, stage_rows, write_rows
 from sgl_flashsample.kernels.launch import Gpu, compiling_only, pretend_gpu
@@ -66,8 +67,13 @@ def batches():
                 yield hidden, BatchParams(ones, ids, ids, truncation, edit, all_greedy=greedy), return_logprob
 
 head = LMHead(torch.zeros(V, 64, dtype=torch.bfloat16))
+def stopwatch(calls, rounds, refresh):
+    for call in calls:
+        call()
+    return [[1.0] * rounds] * 2
+
 screen, results = Screen(head, 65), {}
-for how in ("ahead", "never", "no bool masks", "no screen", "broken", "another triton"):
+for how in ("ahead", "never", "raced", "no bool masks", "no screen", "broken", "another triton"):
     asked, calls, log = [], itertools.count(), io.StringIO()
     logging.basicConfig(level=logging.DEBUG, format="%(levelname)s %(message)s", stream=log, force=True)
     for kernel in kernels:
@@ -75,15 +81,23 @@ for how in ("ahead", "never", "no bool masks", "no screen", "broken", "another t
     if how == "another triton":
         del triton.AsyncCompileMode
     screens = () if how == "no screen" else (screen,)
+    table = default_table(head)
+    tables = [table]
+    if how == "raced":
+        table = candidates(table, raced_kinds(head))
+        tables = [table, decide(table, Outcome((), 0.0))]
     if how != "never":
         parts = paths.Parts.of(head, screen=next(iter(screens), None))
-        selfcheck.compile_ahead([parts], 65, default_table(head), bool_masks=how != "no bool masks")
+        selfcheck.compile_ahead([parts], 65, table, bool_masks=how != "no bool masks")
     ahead, asked = asked, []
     try:
         with contextlib.nullcontext() if how == "broken" else compiling_only():
+            if how == "raced":
+                race(parts, table, stopwatch)
             for hidden, params, return_logprob in batches():
-                for used in {*screens, None}:  # also while the screen serves nothing
-                    sample(hidden, Head(head, screen=used), params, return_logprob=return_logprob)
+                for used, chosen in itertools.product({*screens, None}, tables):  # also while the screen serves nothing
+                    one = Head(head, table=chosen, screen=used)
+                    sample(hidden, one, params, return_logprob=return_logprob)
                 for k in (0, 1, 8, 20) if return_logprob else ():
                     ids = moved(torch.zeros(len(hidden), 5, dtype=torch.int64))
                     wanted = WantedLogprobs(k, moved(torch.zeros(len(hidden), dtype=torch.int32)), ids)
@@ -119,6 +133,12 @@ def test_what_batches_need_and_nothing_else_is_compiled_ahead_and_two_at_a_time(
     assert later == [] and log == ""
     assert sorted(ahead) == sorted(results["never"][1])
     assert {"lm_head_sample_kernel", "screen_head_kernel", "top_logprobs_kernel"} <= set(ahead)
+
+
+def test_neither_a_race_of_the_screen_nor_what_it_decides_compiles_anything_later(results):
+    ahead, later, log = results["raced"]
+    assert later == [] and log == ""
+    assert ahead.count("screen_head_kernel") > results["ahead"][0].count("screen_head_kernel")
 
 
 def test_kernels_for_bool_masks_and_of_a_screen_are_compiled_ahead_only_when_asked_for(results):

@@ -41,7 +41,7 @@ for name, attributes in contents.items():
     vars(MODULES[name]).update(attributes)
 sys.modules.update(MODULES)
 
-from sgl_flashsample import paths, screen, selfcheck  # noqa: E402
+from sgl_flashsample import paths, screen, screen_race, selfcheck  # noqa: E402
 from sgl_flashsample.head import Head  # noqa: E402
 from sgl_flashsample.kernels.merge_ranks import merge_records  # noqa: E402
 from sgl_flashsample.sglang import exchange, head, runtime, settings, support  # noqa: E402
@@ -154,6 +154,12 @@ STARTING: dict[str, Callable[[], Any]] = {
     "no memory for an exchange": patched(exchange, "_symmetric_memory", out_of_memory),
     "no memory for a screen": patched(screen.Screen, "__init__", out_of_memory),
 }
+# Times of the built-in choice and of the screened path on both ranks, where these race. None: the race fails.
+RACES: dict[str, tuple[tuple[float, float] | None, ...]] = {
+    "a race that both win": ((300.0, 170.0), (310.0, 180.0)),
+    "a race that one loses": ((300.0, 170.0), (300.0, 310.0)),
+    "a race that fails": ((300.0, 170.0), None),
+}
 DRAWING: dict[str, Callable[[], Any]] = {
     "the screened path fails": patched(paths, "screened_sample"),
     "the fused path fails": lambda: lost_draws("fused"),
@@ -163,16 +169,30 @@ DRAWING: dict[str, Callable[[], Any]] = {
 }
 
 
+@contextlib.contextmanager
+def races(times: tuple[float, float] | None) -> Iterator[None]:
+    """Heads of any size are raced, with these times."""
+
+    def stopwatch(calls: Any, rounds: int, refresh: Any) -> list[list[float]]:
+        return [[microseconds] * rounds for microseconds in times or out_of_memory()]
+
+    given = mock.patch.object(HeadState, "stopwatch", lambda state: stopwatch)
+    with given, mock.patch.object(screen_race, "MIN_HEAD_BYTES", 0):
+        yield
+
+
 def serve(fault: str, rank: int) -> dict[str, Any]:
     """What this rank serves: why nothing is fused, or the tokens of a plain batch and of a truncated one."""
     strikes = rank == 1
     settings = {"tp_size": 2, "tp_rank": rank, "attn_tp_size": 2, "attn_tp_rank": rank}
     vars(CONFIG.parallel).update(settings)
     CONFIG.device.random_seed = 1234 + rank
-    with STARTING[fault]() if strikes and fault in STARTING else contextlib.nullcontext():
+    raced = fault in RACES
+    struck = STARTING[fault]() if strikes and fault in STARTING else contextlib.nullcontext()
+    with struck, races(RACES[fault][rank]) if raced else contextlib.nullcontext():
         server = Runtime(None)
         server.agree()
-        server.screen_mode = ScreenMode.ON
+        server.screen_mode = ScreenMode.AUTO if raced else ScreenMode.ON
         odd = fault == "an odd width"
         width = ODD_WIDTH if odd else WIDTH
         weight = torch.nn.functional.pad(weights(CPU)[:VOCAB], (0, 0, 0, 2 * width - VOCAB))

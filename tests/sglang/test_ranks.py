@@ -69,6 +69,9 @@ PRIVATE = {
     "the screened path fails": (False, None),
     "the fused path fails": (False, "logits"),
 }
+# Races of the ranks' screens at the start, and whether both have one then.
+RACES = {"a race that both win": True, "a race that one loses": False, "a race that fails": False}
+RACED = "a race that one loses"  # runs without --full
 NO_MEMORY = "no memory for an exchange"
 ODD = "an odd width"  # of both ranks' parts
 ONCE = ("no models", "collectives alone", "a wrong exchange")  # what runs without --full
@@ -102,10 +105,10 @@ def finish(ranks: list[subprocess.Popen], *seconds: float) -> list[tuple[str, st
 @pytest.fixture(scope="module")
 def served(request, tmp_path_factory) -> dict[str, list[dict]]:
     """What both ranks serve, by the fault."""
-    refused = REFUSED if request.config.getoption("--full") else ONCE
-    faults = ["none", *refused, NO_MEMORY, ODD, *PRIVATE]
+    refused, races = (REFUSED, RACES) if request.config.getoption("--full") else (ONCE, [RACED])
+    faults = ["none", *refused, NO_MEMORY, ODD, *PRIVATE, *races]
     ranks = start(*faults, folder=tmp_path_factory.mktemp("memory"))
-    printed = finish(ranks, 300, 300)
+    printed = finish(ranks, 450, 450)
     assert [rank.returncode for rank in ranks] == [0, 0], printed[0][1][-2000:] + printed[1][1][-2000:]
     lines = [[json.loads(line) for line in out.splitlines()] for out, _ in printed]
     return {fault: list(both) for fault, *both in zip(faults, *lines, strict=True)}
@@ -146,6 +149,15 @@ def test_of_parts_that_kernels_cannot_draw_from_the_ranks_draw_whole_rows_and_th
     first, second = served[ODD]
     assert first == second and first["reason"] is None and not first["gathered"] and not first["screen"]
     assert first["tokens"] == served["none"][0]["tokens"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "race", [pytest.param(race, marks=() if race == RACED else pytest.mark.full) for race in RACES]
+)
+def test_both_ranks_use_a_screen_where_both_have_measured_it_as_faster_and_the_tokens_stay(served, race):
+    first, second = served[race]
+    assert first == second == served["none"][0] | {"screen": RACES[race]}
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ import sys
 import types
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -35,18 +36,20 @@ from serving import needs_sglang
 from sglang_batches import ModelRunner, SteadyServer, request
 from tuned_tables import table_for_this_machine
 
-from sgl_flashsample import __version__, paths
+from sgl_flashsample import __version__, paths, screen_race
 from sgl_flashsample.defaults import HeadTraits
 from sgl_flashsample.dispatch import DispatchTable, default_table
 from sgl_flashsample.kernels.params import LMHead
 from sgl_flashsample.kernels.rng import NOISE_ABI
+from sgl_flashsample.kernels.workspace import ScreenCounter
 from sgl_flashsample.kinds import BATCH_KINDS, PLAIN, BatchKind
+from sgl_flashsample.screen import Screen
 from sgl_flashsample.selfcheck import Checked
-from sgl_flashsample.sglang import hooks, metrics, plugin, support, versions
+from sgl_flashsample.sglang import hooks, metrics, plugin, screen_lifecycle, support, versions
 from sgl_flashsample.sglang import runtime as runtime_module
 from sgl_flashsample.sglang.batch import BATCH_ATTRIBUTE, SLOTS_ATTRIBUTE, Reason, Routing
 from sgl_flashsample.sglang.draw import COMMON_KINDS
-from sgl_flashsample.sglang.exchange import Exchange
+from sgl_flashsample.sglang.exchange import Exchange, RankSync
 from sgl_flashsample.sglang.head import STAGED_ROWS, HeadState
 from sgl_flashsample.sglang.hooks import StepHooks
 from sgl_flashsample.sglang.runtime import Runtime
@@ -598,7 +601,7 @@ def test_the_status_of_a_server_names_its_table_and_its_memory(starting, tuned_f
     (head,), _ = status.pop("heads"), status.pop("draft_head")
     assert status == {"active": True, "reason": None, "version": __version__, "noise": NOISE_ABI}
     shape = {"vocab_size": 100, "ranks": 1, "hidden_size": 16, "dtype": "float32"}
-    shape |= {"table": str(file), "screen": None, "graphs": 0, "graph_bytes": 0}
+    shape |= {"table": str(file), "screen": None, "screen_decision": None, "graphs": 0, "graph_bytes": 0}
     assert head == shape | {"bytes": state.head.workspaces[0].num_bytes}
 
 
@@ -841,7 +844,7 @@ def test_a_config_that_fails_the_self_check_leaves_the_fused_pass_on_with_one_wa
         state = prepared(starting, lm_head)
     (warning,) = [record.message for record in caplog.records if record.levelno == logging.WARNING]
     assert warning.startswith(
-        "flashsample: 2 tuned configurations failed the self-check at start and are not used; their batch sizes use "
+        "flashsample: 2 configurations failed the self-check at start and are not used; their batch sizes use "
         f"built-in ones, which passed it: off with {entry.configuration}; off"
     )
     dispatch = state.head.table
@@ -927,7 +930,7 @@ SCREENS = [
     (ScreenMode.ON, None, True, {}, "screen built, "),
     (ScreenMode.ON, "the hook is missing", True, {}, f"{NO_SCREEN}the hook is missing"),
     (ScreenMode.ON, None, False, {}, f"{NO_SCREEN}{LATE}"),
-    (ScreenMode.AUTO, None, True, {}, f"{NO_SCREEN}no tuned table says that it is faster here"),
+    (ScreenMode.AUTO, None, True, {}, f"{NO_SCREEN}no tuned table says that it is faster here, and a head of "),
     (ScreenMode.ON, None, True, WITHOUT_SCREEN, f"{NO_SCREEN}its kernels fail here: out of registers"),
 ]
 
@@ -968,6 +971,171 @@ def test_a_screen_that_finds_no_memory_leaves_the_head_without_one(starting, dev
     assert state is not None and state.screen is None
     (line,) = [record.message for record in caplog.records if "INT8 copy" in record.message]
     assert line.endswith("small batches), same tokens: OutOfMemoryError: no memory")
+
+
+# Screens of heads without a tuned table.
+
+
+class GivenTimes:
+    """A stopwatch. times: microseconds of the built-in choice and of the screened path, the same in each round; or an
+    error. runs: each call is made once. heats: those that it has timed."""
+
+    def __init__(self) -> None:
+        self.times: tuple[float, float] | Exception = (300.0, 170.0)
+        self.runs, self.heats = False, 0
+
+    def __call__(self, calls, rounds, refresh):
+        self.heats += 1
+        for call in calls if self.runs else ():
+            call()
+        if isinstance(self.times, Exception):
+            raise self.times
+        return [[microseconds] * rounds for microseconds in self.times]
+
+
+@pytest.fixture
+def stopwatch(monkeypatch) -> GivenTimes:
+    """Times the heats of all races, which also small heads are in."""
+    given = GivenTimes()
+    monkeypatch.setattr(HeadState, "stopwatch", lambda state: given)
+    monkeypatch.setattr(screen_race, "MIN_HEAD_BYTES", 0)
+    return given
+
+
+class Ranks:
+    """``RankSync`` of the first of two ranks. others: answers of the second one, by the number of the question; this
+    rank's own where it has none."""
+
+    rank, num_ranks = 0, 2
+    first_reason = RankSync.first_reason
+
+    def __init__(self, others: dict[int, Any]) -> None:
+        self.others, self.asked = others, 0
+
+    def of_all(self, value: Any) -> list[Any]:
+        self.asked += 1
+        return [value, self.others.get(self.asked, value)]
+
+
+def lines_of(caplog) -> list[str]:
+    """The lines about the table and the screen of a head that has just been prepared."""
+    return [record.message for record in caplog.records if "fused sampling active" not in record.message]
+
+
+def test_a_screen_that_wins_its_race_at_the_start_serves_and_two_lines_and_the_status_say_so(
+    starting, device, stopwatch, caplog
+):
+    with caplog.at_level(logging.INFO, "sgl_flashsample"):
+        state = prepared(starting, make_head(weights(device)), 600)
+    decided, built = lines_of(caplog)
+    rows = 16 if device.type == "cpu" else 64
+    most = {"plain": rows, "greedy": rows, "truncate": min(rows, 32), "edit": 16}
+    used = ", ".join(f"{kind} 1-{most[kind]}" for kind in most)
+    assert decided.startswith("flashsample: no tuned table for ")
+    words = f"screen used for {used} rows, measured in "
+    assert words in decided and "(plain 1: 300 µs without it, 170 µs with it); else built-in kernel" in decided
+    assert f"batches of up to {rows} requests faster, same tokens" in built
+    (status,) = starting.status["heads"]
+    assert status["screen_decision"].startswith(words) and status["screen"]["rows"] == rows
+    state.update(4)
+    assert state.head.screen is not None and stopwatch.heats > 4
+
+
+def test_the_draws_of_a_race_are_not_counted(starting, device, stopwatch, monkeypatch):
+    """They would pause the screen, and be in the metrics."""
+    monkeypatch.setattr(screen_race, "MOST_ROWS", {"plain": 2})
+    stopwatch.runs = True
+    state = prepared(starting, make_head(weights(device)), 600)
+    assert stopwatch.heats and list(state.screen.new_counts()) == [0] * len(ScreenCounter)
+    assert not state.head.screen.counters.any()
+
+
+def test_a_screen_has_scratch_for_the_largest_batch_that_won_alone(starting, device, stopwatch, monkeypatch):
+    monkeypatch.setattr(screen_race, "SIZES", (1, 2))
+    state = prepared(starting, make_head(weights(device)), 600)
+    assert state.screen.rows == state.screen.trial().max_rows == 2
+    assert Screen.bytes_for(state.head.lm_head, 2) == state.screen.num_bytes
+
+
+def test_a_screen_that_loses_its_race_is_not_kept(starting, device, stopwatch, caplog):
+    stopwatch.times = (170.0, 300.0)
+    with caplog.at_level(logging.INFO, "sgl_flashsample"):
+        state = prepared(starting, make_head(weights(device)), 600)
+    decided, none = lines_of(caplog)
+    assert ": screen used for no batch, measured in " in decided
+    assert none.endswith(f"{NO_SCREEN}no batch size has measured faster with it")
+    assert state.screen is state.head.screen is None and state.head.table.screened_rows(512) == 0
+    (status,) = starting.status["heads"]
+    assert status["screen"] is None and status["screen_decision"].startswith("screen used for no batch")
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("no memory"), RuntimeError("ptxas failed\nlong")], ids=str)
+def test_a_race_that_fails_leaves_the_built_in_choice_with_one_warning(starting, device, stopwatch, caplog, error):
+    stopwatch.times = error
+    state = prepared(starting, make_head(weights(device)), 600)
+    (warning,) = [record.message for record in caplog.records if record.levelno == logging.WARNING]
+    assert warning.startswith("flashsample: the screen (INT8 copy of the LM head) could not be timed; ")
+    assert warning.endswith(f"{type(error).__name__}: {str(error).partition(chr(10))[0]}")
+    assert state.screen is None and state.head.table.screened_rows(512) == 0 and starting.heads == [state]
+
+
+def test_a_head_that_shows_itself_late_is_not_raced(starting, device, stopwatch):
+    state = starting.head_for(Processor(), make_head(weights(device)))
+    assert state.screen is None and stopwatch.heats == 0 and state.unraced is None
+
+
+def test_a_head_with_a_table_and_one_below_the_least_size_are_not_raced(
+    starting, device, stopwatch, tuned_file, monkeypatch, caplog
+):
+    _, _, lm_head = tuned_file
+    assert prepared(starting, lm_head).screen is None
+    monkeypatch.delenv(lookup.FILE_VARIABLE)
+    monkeypatch.setattr(screen_race, "MIN_HEAD_BYTES", 10**6)
+    with caplog.at_level(logging.INFO, "sgl_flashsample"):
+        starting.prepare_model(Model(make_head(weights(device)), vocab_size=600))
+    assert all(state.screen is None for state in starting.heads) and stopwatch.heats == 0
+    assert any("is too small for it to be" in record.message for record in caplog.records)
+
+
+def test_a_screen_without_room_in_the_memory_is_not_raced(starting, device, stopwatch, monkeypatch, caplog):
+    monkeypatch.setattr(screen_lifecycle, "_lack_of_memory", lambda head, rows, mode: "it takes 9 bytes of 8")
+    with caplog.at_level(logging.INFO, "sgl_flashsample"):
+        state = prepared(starting, make_head(weights(device)), 600)
+    assert state.screen is None and stopwatch.heats == 0 and state.head.table.screened_rows(512, measured=True) == 0
+    assert lines_of(caplog)[1].endswith(f"{NO_SCREEN}it takes 9 bytes of 8")
+
+
+SLOW = msgspec.to_builtins(screen_race.Outcome((screen_race.Heat("plain", 1, [300.0] * 12, [299.0] * 12),), 0.1))
+
+
+@pytest.mark.parametrize(
+    "other, reason",
+    [
+        ([SLOW], "no batch size has measured faster with it"),
+        (["OutOfMemoryError: no memory"], "rank 1: OutOfMemoryError: no memory"),
+        (["no screen was raced there"], "rank 1: no screen was raced there"),
+    ],
+    ids=["slower there", "failed there", "a table there"],
+)
+def test_what_is_not_faster_on_every_rank_is_used_on_none(starting, device, stopwatch, caplog, other, reason):
+    with caplog.at_level(logging.INFO, "sgl_flashsample"):
+        state = starting._prepare(Processor(), make_head(weights(device)), starting=True)
+        assert state.screen is not None and state.unraced is not None
+        starting._ranks = Ranks({1: other})
+        starting._race_screens([state])
+    assert state.screen is None and state.head.table.screened_rows(512) == 0
+    assert caplog.records[-1].message.endswith(f"{NO_SCREEN}{reason}")
+
+
+def test_ranks_without_a_head_have_no_say_and_learn_the_status_of_the_others(starting, device, stopwatch):
+    state = starting._prepare(Processor(), make_head(weights(device)), starting=True)
+    starting._ranks = Ranks({1: [], 2: []})
+    starting._race_screens([state])
+    assert state.has_screen
+    starting._statuses = ["of before"]
+    starting._ranks = Ranks({1: [SLOW], 2: [state.status]})
+    starting._race_screens([])
+    assert starting._statuses == [state.status]
 
 
 GROUPS = {
