@@ -13,6 +13,7 @@ import copy
 import dataclasses
 import functools
 import operator
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -216,6 +217,26 @@ def to_device(values: Sequence, dtype: torch.dtype, device: torch.device | str) 
     """``values`` on the device, without waiting for the copy."""
     pinned = torch.device(device).type == "cuda"
     return torch.tensor(values, dtype=dtype, pin_memory=pinned).to(device, non_blocking=True)
+
+
+class TimeOfSGLang:
+    """Seconds that SGLang's own penalties and grammars take while ours calls them. They are no cost of ours: stock
+    SGLang takes them as well."""
+
+    def __init__(self) -> None:
+        self._seconds = 0.0
+
+    def add(self, started: float) -> None:
+        """Add the time since ``started``, of ``time.perf_counter()``."""
+        self._seconds += time.perf_counter() - started
+
+    def take(self) -> float:
+        """The seconds since the last call."""
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds
+
+
+time_of_sglang = TimeOfSGLang()
 
 
 class GrammarError(ValueError):
@@ -495,8 +516,9 @@ def penalties_of(sampling_info: Any) -> tuple[torch.Tensor | None, torch.Tensor 
     """
     orchestrator = sampling_info.penalizer_orchestrator
     if orchestrator is not None and orchestrator.is_required:
-        sampling_info = copy.copy(sampling_info)
+        sampling_info, started = copy.copy(sampling_info), time.perf_counter()
         sampling_info.update_penalties()
+        time_of_sglang.add(started)
     return sampling_info.acc_additive_penalties, sampling_info.acc_scaling_penalties
 
 
@@ -504,6 +526,7 @@ def grammar_mask(sampling_info: Any, grammars: list) -> torch.Tensor:
     """The mask of these grammars: SGLang's code fills it, on a copy that nothing else sees. Raises GrammarError."""
     info = copy.copy(sampling_info)
     info.grammars = grammars
+    started = time.perf_counter()
     try:
         info.update_regex_vocab_mask()
         mask = info.grammar_mask.vocab_mask
@@ -513,6 +536,8 @@ def grammar_mask(sampling_info: Any, grammars: list) -> torch.Tensor:
         # A missing attribute is the same on all ranks; another error, such as a device's, may be local.
         everywhere = isinstance(error, (AttributeError, NotImplementedError, TypeError, ValueError))
         raise GrammarError(f"{type(error).__name__}: {error}", everywhere) from error
+    finally:
+        time_of_sglang.add(started)
     check_mask(mask, len(grammars))
     return mask
 
