@@ -34,7 +34,7 @@ NO_TOP_K = 1 << 30  # from here on a top-k is off in any vocabulary
 ROWS_PER_PROGRAM = 32  # one per thread
 STAGED_COLUMNS, STAGE_WARPS = 2048, 4  # of a row of hidden states at a time: 16 values per thread
 
-_LINE = struct.Struct("=fiqffi4x")
+LINE = struct.Struct("=fiqffi4x")  # ``pack_line``
 _FIELDS = (("temperature", "f"), ("top_k", "i"), ("seed", "q"), ("top_p", "f"), ("min_p", "f"), ("edits", "i"))
 _EXPECTED = {"f": "a number", "i": "an int32", "q": "an int64"}
 _NO_MIN_P = tl.constexpr(NO_MIN_P)
@@ -417,11 +417,20 @@ class StagedBatch:
 
         Raises ValueError for another shape, dtype or layout.
         """
-        rows, place = hidden.shape[0], hidden.data_ptr()
-        for name, indices in (("slots", slots), ("positions", positions)):
-            is_here = indices.device == hidden.device and indices.is_contiguous()
-            if indices.dtype is not torch.int64 or indices.shape != (rows,) or not is_here:
-                check_tensor(name, indices, (rows,), torch.int64, hidden)
+        (rows, _), place, device, int64 = hidden.shape, hidden.data_ptr(), hidden.device, torch.int64
+        shape = (rows,)
+        if (
+            slots.dtype is not int64
+            or positions.dtype is not int64
+            or slots.shape != shape
+            or positions.shape != shape
+            or slots.device != device
+            or positions.device != device
+            or not slots.is_contiguous()
+            or not positions.is_contiguous()
+        ):
+            check_tensor("slots", slots, shape, int64, hidden)
+            check_tensor("positions", positions, shape, int64, hidden)
         if not hidden.is_contiguous() or place % 16:
             raise ValueError(
                 f"hidden has strides {hidden.stride()} at address {place}; expected it contiguous, at a multiple of 16"
@@ -467,7 +476,7 @@ def pack_line(temperature: float, top_k: int, seed: int, top_p: float, min_p: fl
     """
     values = (temperature, top_k, seed, top_p, min_p, edits)
     try:
-        return _LINE.pack(*values)
+        return LINE.pack(*values)
     except (struct.error, OverflowError):
         return b"".join(_pack_field(*field) for field in zip(_FIELDS, values, strict=True)) + bytes(4)
 

@@ -52,7 +52,8 @@ class Arrivals:
     def seed_of(self, request: Any, server_seed: int) -> int:
         """The noise seed of a request: the one that it gave, or one that no other request has. Its id is a name, which
         another request may have as well."""
-        arrival, seed = self.of(request), given_seed(request.sampling_params)
+        arrival: Arrival = getattr(request, _ATTRIBUTE, None) or self.of(request)
+        seed = given_seed(request.sampling_params)
         if seed is None:
             block, place = divmod(arrival.number, _BLOCK)
             return _seeds_of(server_seed, self.rank, block)[place]

@@ -13,6 +13,7 @@ import copy
 import dataclasses
 import functools
 import operator
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -29,7 +30,11 @@ BATCH_ATTRIBUTE = "_flashsample_batch"  # on SamplingBatchInfo
 SLOTS_ATTRIBUTE = "_flashsample_slots"  # on SamplingBatchInfo, for one forward: slots of the rows in SGLang's pool
 REASON_ATTRIBUTE = "_flashsample_reason"  # on LogitsProcessorOutput: why its logits were computed after all
 ROUTING_ATTRIBUTE = "_flashsample_routing"  # on LogitsProcessorOutput: of rows whose logits are there, preprocessed
-PREPROCESS_ATTRIBUTE = "_flashsample_preprocess"  # on LogitsProcessorOutput: SGLang's preprocessing, still to be done
+# On LogitsProcessorOutput: SGLang's preprocessing, still to be done, as a function and its first argument.
+PREPROCESS_ATTRIBUTE = "_flashsample_preprocess"
+
+
+_PENALTIES, _MASK, _BIAS = int(Edit.ADDITIVE | Edit.SCALING), int(Edit.MASK), int(Edit.BIAS)
 
 
 class DrawKind(NamedTuple):
@@ -59,9 +64,9 @@ class Mix:
         return tuple(kind for kind in self.kinds if ROWS[kind].truncated)
 
     @functools.cached_property
-    def edits(self) -> Edit:
-        """The edits that any row has, grammars included."""
-        return functools.reduce(operator.or_, (row.edits for row in self.rows), Edit(0))
+    def edits(self) -> int:
+        """The ``Edit`` flags that any row has, grammars included, as a number: each operation of flags is a call."""
+        return int(functools.reduce(operator.or_, (row.edits for row in self.rows), Edit(0)))
 
     @functools.cached_property
     def masked(self) -> tuple[int, ...]:
@@ -212,10 +217,39 @@ def batch_of(sampling_info: Any) -> Batch | None:
     return getattr(sampling_info, BATCH_ATTRIBUTE, None)
 
 
+def slots_of(sampling_info: Any, num_rows: int) -> torch.Tensor | None:
+    """``[num_rows]``: the slots of the rows of this forward in SGLang's pool; None where SGLang has given none, or
+    fewer. DP attention and beam search leave them longer than the logits."""
+    slots: torch.Tensor | None = getattr(sampling_info, SLOTS_ATTRIBUTE, None)
+    if slots is None or slots.shape[0] == num_rows:
+        return slots
+    return slots[:num_rows] if slots.shape[0] > num_rows else None
+
+
 def to_device(values: Sequence, dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
     """``values`` on the device, without waiting for the copy."""
     pinned = torch.device(device).type == "cuda"
     return torch.tensor(values, dtype=dtype, pin_memory=pinned).to(device, non_blocking=True)
+
+
+class TimeOfSGLang:
+    """Seconds that SGLang's own penalties and grammars take while ours calls them. They are no cost of ours: stock
+    SGLang takes them as well."""
+
+    def __init__(self) -> None:
+        self._seconds = 0.0
+
+    def add(self, started: float) -> None:
+        """Add the time since ``started``, of ``time.perf_counter()``."""
+        self._seconds += time.perf_counter() - started
+
+    def take(self) -> float:
+        """The seconds since the last call."""
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds
+
+
+time_of_sglang = TimeOfSGLang()
 
 
 class GrammarError(ValueError):
@@ -230,7 +264,7 @@ class Part(NamedTuple):
     """Facts of some rows of a batch. edits: that any of them has. num_masked: rows with a grammar. num_truncated: rows
     with top-k, top-p or min-p."""
 
-    edits: Edit
+    edits: int
     num_masked: int
     num_truncated: int
 
@@ -285,7 +319,7 @@ class Routing:
             return Part(batch.mix.edits, batch.num_masked, batch.num_truncated)
         if self._part is None:
             rows = [row for row, reason in zip(batch.rows, self.reasons, strict=True) if reason is None]
-            edits = functools.reduce(operator.or_, (row.edits for row in rows), Edit(0))
+            edits = int(functools.reduce(operator.or_, (row.edits for row in rows), Edit(0)))
             masked = sum(bool(row.edits & Edit.MASK) for row in rows)
             self._part = Part(edits, masked, sum(row.truncated for row in rows))
         return self._part
@@ -372,13 +406,9 @@ def edits_of(batch: Batch, routing: Routing, sampling_info: Any, device: torch.d
     kinds = _given_edits(batch, routing, grammars)
     if not kinds:
         return None
-    additive, scaling = penalties_of(sampling_info) if kinds & (Edit.ADDITIVE | Edit.SCALING) else (None, None)
-    edits = LogitEdits(
-        additive=additive,
-        scaling=scaling,
-        mask=grammar_mask(sampling_info, list(grammars)) if kinds & Edit.MASK else None,
-        bias=sampling_info.logit_bias if kinds & Edit.BIAS else None,
-    )
+    additive, scaling = penalties_of(sampling_info) if kinds & _PENALTIES else (None, None)
+    mask = grammar_mask(sampling_info, grammars) if kinds & _MASK else None
+    edits = LogitEdits(additive, scaling, mask, sampling_info.logit_bias if kinds & _BIAS else None)
     return _with_flags(edits, batch, routing, grammars, device)
 
 
@@ -407,10 +437,10 @@ def edits_of_nodes(
     return _with_flags(edits, batch, routing, grammars, device) if edits.given else None
 
 
-def _given_edits(batch: Batch, routing: Routing, grammars: Sequence[Any]) -> Edit:
-    """The edits that a fused row has in this step."""
+def _given_edits(batch: Batch, routing: Routing, grammars: Sequence[Any]) -> int:
+    """The ``Edit`` flags that a fused row has in this step."""
     kinds = routing.part(batch).edits
-    return (kinds | Edit.MASK) if any(grammars) else (kinds & ~Edit.MASK)
+    return (kinds | _MASK) if any(grammars) else (kinds & ~_MASK)
 
 
 def _with_flags(
@@ -495,24 +525,31 @@ def penalties_of(sampling_info: Any) -> tuple[torch.Tensor | None, torch.Tensor 
     """
     orchestrator = sampling_info.penalizer_orchestrator
     if orchestrator is not None and orchestrator.is_required:
-        sampling_info = copy.copy(sampling_info)
+        sampling_info, started = copy.copy(sampling_info), time.perf_counter()
         sampling_info.update_penalties()
+        time_of_sglang.add(started)
     return sampling_info.acc_additive_penalties, sampling_info.acc_scaling_penalties
 
 
-def grammar_mask(sampling_info: Any, grammars: list) -> torch.Tensor:
-    """The mask of these grammars: SGLang's code fills it, on a copy that nothing else sees. Raises GrammarError."""
-    info = copy.copy(sampling_info)
-    info.grammars = grammars
+def grammar_mask(sampling_info: Any, grammars: Sequence[Any]) -> torch.Tensor:
+    """The mask of these grammars: SGLang's code fills it, and nothing else sees it. Raises GrammarError."""
+    info = sampling_info
+    if grammars is not info.grammars:
+        info = copy.copy(info)
+        info.grammars = grammars
+    started = time.perf_counter()
     try:
         info.update_regex_vocab_mask()
         mask = info.grammar_mask.vocab_mask
+        info.grammar_mask = None
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
         # A missing attribute is the same on all ranks; another error, such as a device's, may be local.
         everywhere = isinstance(error, (AttributeError, NotImplementedError, TypeError, ValueError))
         raise GrammarError(f"{type(error).__name__}: {error}", everywhere) from error
+    finally:
+        time_of_sglang.add(started)
     check_mask(mask, len(grammars))
     return mask
 

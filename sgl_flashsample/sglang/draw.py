@@ -14,7 +14,7 @@ from ..kernels.gather_rows import StagedBatch
 from ..kernels.launch import num_binaries
 from ..kernels.params import BatchParams, Edit, LogitEdits, SampleOutput
 from ..logprobs import Logprobs, WantedLogprobs
-from .batch import BATCH_ATTRIBUTE, SLOTS_ATTRIBUTE, Batch, DrawKind
+from .batch import BATCH_ATTRIBUTE, Batch, DrawKind, edits_of, slots_of
 from .head import STAGED_ROWS, HeadState
 from .lazy_logits import LazyLogits
 from .logprobs import AskedLogprobs, PackedLogprobs
@@ -25,8 +25,8 @@ from .step_graphs import (
     EditPlaces,
     Launched,
     NextBatch,
+    PlacedEdits,
     StepGraphs,
-    can_be_captured,
 )
 
 logger = logging.getLogger("sgl_flashsample")
@@ -66,11 +66,12 @@ def replayed(
 ) -> Drawn | None:
     """The draw of a step whose like has been replayed before, found in one function: between two steps the host does
     much else, and what a step looks at is no longer in its caches. None where ``draw`` has to serve it, as it does once
-    in ``FULL_STEP_SECONDS``. return_logprob: also the logprobs of the tokens; no row may ask for more."""
+    in ``FULL_STEP_SECONDS``. return_logprob: also the logprobs of the tokens; no row may ask for more. Raises
+    GrammarError as ``edits_of`` does."""
     batch = getattr(sampling_info, BATCH_ATTRIBUTE, None)
-    if type(lazy) is not LazyLogits or batch is None or sampling_info.grammars:
+    if type(lazy) is not LazyLogits or batch is None:
         return None
-    state, num_rows = lazy.source, lazy.num_rows
+    state, num_rows, mix, grammars = lazy.source, lazy.num_rows, batch.mix, sampling_info.grammars or ()
     graphs = state.graphs
     if (
         graphs is None
@@ -82,21 +83,30 @@ def replayed(
         or not state.is_current()
     ):
         return None
+    if (grammars or mix.masked) and len(grammars) - grammars.count(None) != batch.num_masked:
+        return None  # a grammar came or went after its row was scheduled
     captured = lazy.captured
     place = num_rows if captured is None else captured.data_ptr()
-    ready = graphs.ready.get((place, batch.mix, return_logprob))
+    ready = graphs.ready.get((place, mix, return_logprob))
     if ready is None:
         return None
-    keyed, lines = ready
+    keyed, lines, layout = ready
     table = batch.table
     if lines is not table.lines or table.is_too_small:
         return None
     if captured is not None:
+        if layout is not None:
+            device = lazy.hidden.device
+            edits = edits_of(batch, batch.fused, sampling_info, device)
+            placed = None if edits is None else PlacedEdits.of(edits, num_rows, device)
+            if placed is None or placed.layout != layout:
+                return None
+            keyed.next_batch.set(placed.addresses)
         if table.queued:
             table.write()
         state.counts.replayed += 1
         return keyed.replay_next(num_rows)
-    slots = getattr(sampling_info, SLOTS_ATTRIBUTE, None)
+    slots = slots_of(sampling_info, num_rows)
     if not lazy.prefills or slots is None:
         return None
     try:
@@ -141,7 +151,8 @@ def _draw(lazy: LazyLogits, step: Step) -> Drawn:
     # In a pipeline, what a graph is told may be overwritten before it has run.
     if (edits is not None or asked is not None) and state.copies_tokens:
         captured = None
-    if edits is not None and not can_be_captured(edits, num_rows, hidden.device):
+    placed = None if edits is None or captured is None else PlacedEdits.of(edits, num_rows, hidden.device)
+    if edits is not None and placed is None:
         captured = None
     padded = hidden if captured is None else captured  # a graph draws all rows of SGLang's, padding too
     state.update(padded.shape[0])
@@ -158,12 +169,13 @@ def _draw(lazy: LazyLogits, step: Step) -> Drawn:
         # The batch is drawn with its noise, whatever FlashInfer could do.
         kind, mix = step.kind._replace(distribution_only=False), step.batch.mix
         logprobs = step.return_logprob if wanted is None else wanted
-        needs_more = mix.is_native or mix.edits or asked or (step.return_logprob and mix.has_other_logprobs)
+        needs_more = mix.is_native or asked or (step.return_logprob and mix.has_other_logprobs)
+        needs_more = needs_more or (edits is None) is bool(mix.edits)  # these are not the edits of the kinds
         keyed = graphs.find(
             lambda batch: _launches(state, padded, kind, edits, logprobs, table if gathers else None, batch),
             padded,
             kind,
-            edits,
+            None if placed is None else placed.layout,
             step.return_logprob if asked is None or wanted is None else _layout_of(asked, wanted),
             table.lines if gathers else None,
             None if needs_more else (num_rows if staged else padded.data_ptr(), mix),
@@ -180,8 +192,8 @@ def _draw(lazy: LazyLogits, step: Step) -> Drawn:
         table.write()
     else:
         gather(state, step, len(padded))
-    if edits is not None:
-        keyed.next_batch.set(edits)
+    if placed is not None:
+        keyed.next_batch.set(placed.addresses)
     state.counts.replayed += not lazy.prefills
     return keyed.replay_next(num_rows)
 

@@ -90,6 +90,7 @@ class HeadState:
         self.full_step_at = 0.0
         self._capture = capture
         self._fingerprint = self._current_fingerprint()
+        self._seen_weight: torch.Tensor | None = None  # of the last ``update``: it has a version, or has none
         self.head = Head(self._current_head(), announces_changes=True)
         self.table_file: str | None = None
         self.unraced: ResolvedTable | None = None
@@ -108,6 +109,7 @@ class HeadState:
             if head.table is not table:
                 self.table_file = None
             self._fingerprint = fingerprint
+        self._seen_weight = self._weight
         if num_rows > head.max_rows:
             # At once for all batches that kernels are compiled for, and for all that SGLang has captured: none of these
             # allocates scratch in a step. Then a quarter more at a time: a server may climb row by row.
@@ -184,16 +186,18 @@ class HeadState:
         }
 
     def is_current(self) -> bool:
-        """``head`` still describes the model: the weight's address and version (PyTorch's count of its writes), and the
-        processor's logit scale, softcap and vocabulary size, are equal to those at the last ``update``. Asked at every
-        step, and so without a call of our own."""
+        """``head`` still describes the model: the weight, its address and its version (PyTorch's count of its writes;
+        an inference tensor has none), and the processor's logit scale, softcap and vocabulary size, are those of the
+        last ``update``. Asked at every step, and so without a call of our own."""
         processor, weight = self.processor, self._parameters.get("weight")
         if weight is None:
             weight = self.lm_head.weight
         place, logit_scale, softcap, vocab_size, version = self._fingerprint
         return (
-            weight.data_ptr() == place
-            and (None if weight.is_inference() else weight._version) == version
+            weight is not None
+            and weight is self._seen_weight
+            and weight.data_ptr() == place
+            and (version is None or weight._version == version)
             and processor.logit_scale == logit_scale
             and getattr(processor, "final_logit_softcapping", None) == softcap
             and processor.vocab_size == vocab_size
@@ -201,7 +205,10 @@ class HeadState:
 
     def takes(self, hidden: torch.Tensor) -> bool:
         """Hidden states of such a dtype and layout, ``[B, D]``, are drawn from."""
-        return hidden.dtype is self._weight.dtype and hidden.stride(1) == 1
+        weight = self._parameters.get("weight")  # without the call of ``_weight``
+        if weight is None:
+            weight = self.lm_head.weight
+        return hidden.dtype is weight.dtype and hidden.stride(1) == 1
 
     @property
     def _weight(self) -> torch.Tensor:

@@ -137,11 +137,10 @@ class StepHooks:
 
     def sample(self, model_runner: Any, logits_output: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> None:
         """Before ModelRunner.sample: the slots of the rows, for the sampler, which SGLang gives the sampling info
-        alone. DP attention and beam search leave them longer than the logits."""
+        alone."""
         started, lazy, info = time.perf_counter(), logits_output.next_token_logits, forward_batch.sampling_info
         if type(lazy) is LazyLogits and info is not None:
-            slots = forward_batch.req_pool_indices
-            setattr(info, SLOTS_ATTRIBUTE, slots if slots.shape[0] == lazy.num_rows else slots[: lazy.num_rows])
+            setattr(info, SLOTS_ATTRIBUTE, forward_batch.req_pool_indices)
             self.metrics.scheduling_seconds += time.perf_counter() - started
 
     def load_model(self, result: Any, model_runner: Any, *args: Any, **kwargs: Any) -> None:
@@ -175,7 +174,7 @@ class StepHooks:
         started, lazy = time.perf_counter(), logits_output.next_token_logits
         if isinstance(lazy, LazyLogits):
             observed = bool(args) or (bool(kwargs) and any(value is not None for value in kwargs.values()))
-            if not observed and not lazy.is_dense:
+            if not observed and lazy.computed is None:
                 batch: Batch | None = getattr(sampling_info, BATCH_ATTRIBUTE, None)
                 if (
                     batch is not None
@@ -187,7 +186,7 @@ class StepHooks:
                     logits_output.next_token_logits = lazy.dense()
                     return original(model_runner, logits_output, sampling_info)
                 sampling_info.grammar_mask = None  # a mask that a departed request left behind
-                setattr(logits_output, PREPROCESS_ATTRIBUTE, functools.partial(original, model_runner))
+                setattr(logits_output, PREPROCESS_ATTRIBUTE, (original, model_runner))
                 self.metrics.scheduling_seconds += time.perf_counter() - started
                 return None
             setattr(logits_output, REASON_ATTRIBUTE, Reason.SAMPLING_OBSERVER if observed else Reason.LOGITS_COMPUTED)

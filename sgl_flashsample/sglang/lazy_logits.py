@@ -18,6 +18,8 @@ from typing import Any, ClassVar
 import torch
 from torch.utils._pytree import tree_map_only
 
+_make, _FLOAT32 = torch.Tensor._make_wrapper_subclass, torch.float32
+
 
 class LazyLogits(torch.Tensor):
     """``[N, V]`` float32 logits in name; ``hidden`` (``[N, D]``) and how to compute them in fact.
@@ -34,8 +36,8 @@ class LazyLogits(torch.Tensor):
     captured: torch.Tensor | None
     prefills: bool
     _compute: Callable[[torch.Tensor], torch.Tensor]
-    computed: torch.Tensor | None
-    _first: dict[Any, LazyLogits] | None
+    computed: torch.Tensor | None = None
+    _first: dict[Any, LazyLogits] | None = None
 
     @staticmethod
     def __new__(
@@ -48,9 +50,9 @@ class LazyLogits(torch.Tensor):
         prefills: bool = False,
     ) -> LazyLogits:
         num_rows = hidden.shape[0]
-        self = torch.Tensor._make_wrapper_subclass(cls, (num_rows, width), dtype=torch.float32, device=hidden.device)
-        self.hidden, self.source, self._compute, self.computed = hidden, source, compute, None
-        self.captured, self.prefills, self.num_rows, self._first = captured, prefills, num_rows, None
+        self = _make(cls, (num_rows, width), dtype=_FLOAT32, device=hidden.device)
+        self.hidden, self.source, self._compute = hidden, source, compute
+        self.captured, self.prefills, self.num_rows = captured, prefills, num_rows
         return self
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]

@@ -17,7 +17,7 @@ import torch
 
 from ..kernels.workspace import ScreenCounter
 from ..switches import LOG_SECONDS_VARIABLE, seconds
-from .batch import Routing
+from .batch import Routing, time_of_sglang
 from .step_graphs import StepCounts
 
 logger = logging.getLogger("sgl_flashsample")
@@ -53,9 +53,9 @@ class Metrics:
         self._prometheus = _prometheus_metrics() if prometheus and reports else None
 
     def add_batch(self, routing: Routing, num_truncated: int, started: float | None) -> bool:
-        """Count one batch. started: ``time.perf_counter()`` at its beginning, for batches of fused rows alone. Returns
-        whether it is time for ``flush``."""
-        now = time.perf_counter()
+        """Count one batch. started: ``time.perf_counter()`` at its beginning, for batches of fused rows alone; the time
+        of SGLang's own penalties and grammars is left out. Returns whether it is time for ``flush``."""
+        now, of_sglang = time.perf_counter(), time_of_sglang.take()
         for key, rows in routing.counts.items():
             new = self._new.get(key)
             if new is None:
@@ -66,7 +66,7 @@ class Metrics:
         self._new_truncated += num_truncated
         if started is not None:
             self._new_batches += 1
-            self._new_seconds += now - started
+            self._new_seconds += now - started - of_sglang
         return now >= self.next_flush
 
     def add_fused(self, rows: int, num_truncated: int, started: float) -> bool:

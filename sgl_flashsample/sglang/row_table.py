@@ -11,13 +11,23 @@ from __future__ import annotations
 
 import enum
 import logging
+import struct
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from ..cpu_path import draws_in_host_memory, gather_rows_on_cpu
-from ..kernels.gather_rows import LINE_WORDS, RowBuffers, StagedBatch, gather_rows, pack_line, stage_rows, write_rows
+from ..kernels.gather_rows import (
+    LINE,
+    LINE_WORDS,
+    RowBuffers,
+    StagedBatch,
+    gather_rows,
+    pack_line,
+    stage_rows,
+    write_rows,
+)
 from ..kernels.params import Edit
 from .arrivals import Arrivals, given_seed
 
@@ -143,17 +153,21 @@ class RowTable:
         slot that no request has, and for a value that a line cannot hold."""
         if slot < 1:
             raise ValueError(f"slot is {slot}; expected 1 or more")
-        line = pack_line(*values)
-        place = self.queued.get(slot)
-        if place is None:
-            if self._end == self._size:
-                self._make_room()
-            place = self.queued[slot] = self._end
+        queued = self.queued.get(slot)
+        if queued is None and self._end == self._size:
+            self._make_room()
+        place = self._end if queued is None else queued
+        start = LINE.size * place
+        try:
+            LINE.pack_into(self._line_bytes, start, *values)
+        except (struct.error, OverflowError):
+            self._line_bytes[start : start + LINE.size] = pack_line(*values)
+        if queued is None:
             self._slot_values[place] = slot
+            self.queued[slot] = place
             self._end += 1
             if slot > self._largest_slot:
                 self._largest_slot, self.is_too_small = slot, slot >= self._num_lines
-        self._line_bytes[len(line) * place : len(line) * (place + 1)] = line
 
     def _make_room(self) -> None:
         """Begin the queue anew, twice as large where all of it is still to be written."""
@@ -222,8 +236,8 @@ def read_requests(
             seed = arrivals.seed_of(request, server_seed)  # first: it numbers a request that cannot be read as well
             kind, params = _kind_of(request, custom_processors), request.sampling_params
             row = ROWS[kind]
-            temperature = 0.0 if row.greedy else float(params.temperature)
-            table.put(slot, (temperature, int(params.top_k), seed, float(params.top_p), float(params.min_p), row.edits))
+            temperature = 0.0 if row.greedy else params.temperature
+            table.put(slot, (temperature, int(params.top_k), seed, params.top_p, params.min_p, row.edits))
             kinds.append(kind)
         except Exception as error:
             kinds.append(id_of(UNREADABLE))  # without a line: nothing that is drawn from it is used
@@ -246,7 +260,10 @@ def _kind_of(request: Any, custom_processors: bool) -> int:
         params.logit_bias is None,
         getattr(request, "grammar", None) is None,
         given_seed(params) is None,
-        native_reason(request, custom_processors),
+        # Those of ``native_reason``:
+        bool(custom_processors and request.custom_logit_processor),
+        getattr(request, "return_sampling_mask", False),
+        getattr(params, "beam_width", None),
     )
     kind = _KINDS.get(facts)
     if kind is None:

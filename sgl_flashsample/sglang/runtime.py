@@ -352,11 +352,6 @@ class Runtime:
             first = self.heads[0]
             self._extra_root = ExtraRoot.of_device(first.head.lm_head.weight.device, first.exchange is not None)
 
-    @property
-    def sees_every_step(self) -> bool:
-        """Something is noted of the rows of each step."""
-        return self.settings.report_path or self.token_counts is not None
-
     def find_inputs(self, state: HeadState, model_runner: Any) -> None:
         """Find where the graphs of SGLang's decode steps read slots and positions, if it has them as all known versions
         do; else each step gathers by a launch of its own."""
@@ -412,6 +407,9 @@ class Runtime:
     def head_for(self, processor: Any, lm_head: Any) -> HeadState | None:
         """The state of this processor and head; None, with the reason logged once, where SGLang serves them."""
         key = (id(processor), id(lm_head))
+        known = self._heads.get(key)
+        if known is not None:
+            return known
         if key not in self._heads:
             if _is_capturing():
                 return None  # compiling would break the capture; a head is prepared before that or not at all

@@ -18,7 +18,6 @@ from .batch import (
     PREPROCESS_ATTRIBUTE,
     REASON_ATTRIBUTE,
     ROUTING_ATTRIBUTE,
-    SLOTS_ATTRIBUTE,
     Batch,
     GrammarError,
     Routing,
@@ -26,6 +25,8 @@ from .batch import (
     edits_of,
     penalties_of,
     routing_of,
+    slots_of,
+    time_of_sglang,
     to_device,
 )
 from .draw import Step, draw, replayed
@@ -44,6 +45,9 @@ _LISTS: dict[str, list | None] = {
     "next_token_sampling_mask_idx": None,
     "next_token_sampling_logprobs": None,
 }
+
+
+Preprocess = tuple[Callable[..., Any], Any]  # SGLang's function, and its first argument: a ModelRunner
 
 
 class Call(NamedTuple):
@@ -89,10 +93,14 @@ class FlashSampler(Sampler):
             or any(top_logprobs_nums or ())
             or (token_ids_logprobs and token_ids_logprobs.count(None) != len(token_ids_logprobs))
         )
-        if not (asks_for_more or kwargs or runtime.sees_every_step or runtime.inactive_reason):
+        sees_every_step = runtime.settings.report_path or runtime.token_counts is not None
+        leaves_grammars = runtime.no_grammars_reason is not None and sampling_info.grammars
+        if not (asks_for_more or kwargs or sees_every_step or leaves_grammars or runtime.inactive_reason):
             lazy = logits_output.next_token_logits
             try:
                 drawn = replayed(started, lazy, sampling_info, positions, return_logprob)
+            except (GrammarError, torch.OutOfMemoryError):  # the way below meets it as well, and knows what to do
+                drawn = None
             except Exception as error:  # a request must not fail because a path cannot serve it
                 runtime.disable(f"{type(error).__name__}: {error}")
                 drawn = None
@@ -100,6 +108,8 @@ class FlashSampler(Sampler):
                 if return_logprob:
                     logits_output.next_token_logprobs = drawn.logprobs
                 batch = getattr(sampling_info, BATCH_ATTRIBUTE)
+                if batch.mix.edits:
+                    started += time_of_sglang.take()
                 if runtime.metrics.add_fused(len(batch.kinds), batch.num_truncated, started):
                     runtime.show_counts()
                 return drawn.token_ids
@@ -140,8 +150,7 @@ class FlashSampler(Sampler):
             raise Unserved(Reason.INACTIVE)
         if type(lazy) is not LazyLogits or lazy.is_dense:
             raise Unserved(self._why_computed(call.logits_output))
-        slots = getattr(call.sampling_info, SLOTS_ATTRIBUTE, None)
-        if batch is None or len(batch) != num_rows or slots is None or len(slots) != num_rows:
+        if batch is None or len(batch.kinds) != num_rows or slots_of(call.sampling_info, num_rows) is None:
             raise Unserved(Reason.UNKNOWN_ROWS)
         if call.positions.shape != (num_rows,):
             raise Unserved(Reason.POSITIONS)
@@ -175,13 +184,14 @@ class FlashSampler(Sampler):
             return Reason.INPUT_LOGPROBS
         return Reason.INACTIVE if self.runtime.leaves_heads else Reason.LOGITS_COMPUTED
 
-    def _fused(self, call: Call, batch: Batch, routing: Routing, preprocess: Callable | None) -> torch.Tensor:
+    def _fused(self, call: Call, batch: Batch, routing: Routing, preprocess: Preprocess | None) -> torch.Tensor:
         """The fused pass over all rows, and SGLang's sampler over the rows that need it. Raises Unserved after a
         failure; ``call.logits_output`` is then unchanged."""
         runtime, lazy = self.runtime, call.logits_output.next_token_logits
         try:
             edits = edits_of(batch, routing, call.sampling_info, lazy.hidden.device)
-            slots = getattr(call.sampling_info, SLOTS_ATTRIBUTE)
+            slots = slots_of(call.sampling_info, len(batch.kinds))
+            assert slots is not None  # else the routing is native
             # Its cost hardly depends on the number of rows: drawing for all is cheaper than leaving some out.
             asked = None
             if call.return_logprob:
@@ -294,7 +304,7 @@ class NativeRows:
         return info
 
     def sample(
-        self, forward: Callable[..., torch.Tensor], preprocess: Callable[[Any, Any], Any] | None, call: Call
+        self, forward: Callable[..., torch.Tensor], preprocess: Preprocess | None, call: Call
     ) -> tuple[torch.Tensor, Any]:
         """``forward`` (SGLang's sampler) after ``preprocess`` (SGLang's penalties, grammars and biases) on these
         rows. Returns their token ids and their LogitsProcessorOutput."""
@@ -302,7 +312,8 @@ class NativeRows:
         output = type(call.logits_output)(next_token_logits=lazy.logits_of(self.index))
         info = self.info(call.sampling_info, call.return_logprob)
         if preprocess is not None:
-            preprocess(output, info)
+            function, model_runner = preprocess
+            function(model_runner, output, info)
         token_ids = forward(
             output,
             info,
@@ -351,8 +362,9 @@ def _native_backend() -> str:
     return "flashinfer" if is_flashinfer_available() else "pytorch"
 
 
-def _compute_logits(logits_output: Any, sampling_info: Any, preprocess: Callable | None) -> None:
+def _compute_logits(logits_output: Any, sampling_info: Any, preprocess: Preprocess | None) -> None:
     """Leave ``logits_output`` as SGLang's sampler expects it: real logits, preprocessed."""
     logits_output.next_token_logits = plain(logits_output.next_token_logits)
     if preprocess is not None:
-        preprocess(logits_output, sampling_info)
+        function, model_runner = preprocess
+        function(model_runner, logits_output, sampling_info)

@@ -99,13 +99,50 @@ class EditPlaces:
         self._values = memoryview(self._words.numpy().data)
         self.places = torch.zeros(4, dtype=torch.int64, device=device)
 
-    def set(self, edits: LogitEdits) -> None:
-        for which, tensor in enumerate(edits.tensors):
-            self._values[which] = 0 if tensor is None else tensor.data_ptr()
+    def set(self, addresses: Sequence[int]) -> None:
+        """addresses: of ``PlacedEdits``."""
+        for which, address in enumerate(addresses):
+            self._values[which] = address
 
     def load(self) -> None:
         """Bring the addresses to ``places``: the first launch of the graph."""
         self.places.copy_(self._words, non_blocking=True)
+
+
+class PlacedEdits(NamedTuple):
+    """Edits as a graph is told them. layout: the facts that its launches depend on. addresses: of each of
+    ``LogitEdits.tensors``, 0 where it is not given."""
+
+    layout: tuple[Hashable, ...]
+    addresses: tuple[int, ...]
+
+    @classmethod
+    def of(cls, edits: LogitEdits, num_rows: int, device: torch.device) -> PlacedEdits | None:
+        """None where no graph on this device can be told such edits of ``num_rows`` rows: their flags have to be those
+        of the table, and each tensor has to have its rows where kernels expect them."""
+        if edits.rows is not None:
+            return None
+        layout: list[Hashable] = [edits.repeats]
+        addresses = []
+        for tensor in edits.tensors:
+            if tensor is None:
+                layout.append(None)
+                addresses.append(0)
+                continue
+            is_mask = tensor is edits.mask
+            (rows, width), (stride, column), dtype = tensor.shape, tensor.stride(), tensor.dtype
+            address = tensor.data_ptr()
+            if (
+                rows * (1 if is_mask else edits.repeats) != num_rows
+                or column != 1
+                or address % 16
+                or not (is_mask or dtype is torch.float32)
+                or tensor.device != device
+            ):
+                return None
+            layout.append((width, stride, dtype))
+            addresses.append(address)
+        return cls(tuple(layout), tuple(addresses))
 
 
 NextBatch = StagedBatch | EditPlaces
@@ -203,9 +240,9 @@ class StepGraphs:
     stage later than that: with ``copies_tokens`` a step returns a copy of its tokens and logprobs, and no graph is told
     anything.
 
-    ready: graphs that can be replayed without another look, and the table of requests that they read; by the place of
-    the hidden states (of a prefill, the number of its rows), the kinds of rows and whether the tokens' logprobs are
-    computed.
+    ready: graphs that can be replayed without another look, the table of requests that they read, and the layout of
+    their edits, None without any; by the place of the hidden states (of a prefill, the number of its rows), the kinds
+    of rows and whether the tokens' logprobs are computed.
 
     For these workspaces and buffers, and the head, table and screen that they were made with. is_prepared: all graphs
     that are to be captured ahead are there. num_bytes: device memory that these took.
@@ -223,7 +260,7 @@ class StepGraphs:
         self._pool = capture.new_pool()
         self._off_until: float | None = None
         self.is_prepared, self.num_bytes = False, 0
-        self.ready: dict[tuple[int, Mix, Hashable], tuple[KeyedGraphs, torch.Tensor]] = {}
+        self.ready: dict[tuple[int, Mix, Hashable], tuple[KeyedGraphs, torch.Tensor, Hashable]] = {}
         self._graphs: dict[tuple[Hashable, ...], KeyedGraphs] = {}
 
     @property
@@ -241,7 +278,7 @@ class StepGraphs:
         draw: Draw,
         hidden: torch.Tensor,  # [P, D]
         kind: DrawKind,
-        edits: LogitEdits | None,
+        edits: Hashable,
         logprobs: Hashable,
         table: torch.Tensor | None = None,
         short: tuple[int, Mix] | None = None,
@@ -249,10 +286,10 @@ class StepGraphs:
     ) -> KeyedGraphs | None:
         """The graphs to replay, after a capture where one is due; None where the caller has to launch the step. draw:
         makes the launches that a graph captures, of all P rows. Without ``copies_tokens``, the tokens stay until
-        ``SLOTS`` steps later. logprobs: which of them the launches compute. table: what these gather the parameters
-        from; None where the caller has gathered them. short: the first two parts of the key by which the next steps
-        like this one find them ``ready``. staged: the launches bring the batch, which ``KeyedGraphs.next_batch`` has to
-        be told before each replay, to ``hidden``."""
+        ``SLOTS`` steps later. edits: their layout, None without any. logprobs: which of them the launches compute.
+        table: what these gather the parameters from; None where the caller has gathered them. short: the first two
+        parts of the key by which the next steps like this one find them ``ready``. staged: the launches bring the
+        batch, which ``KeyedGraphs.next_batch`` has to be told before each replay, to ``hidden``."""
         graphs = self._graphs_of(hidden, kind, edits, logprobs, table, staged)
         if graphs.waiting:
             graphs.waiting -= 1
@@ -262,7 +299,7 @@ class StepGraphs:
                 return None
             self._counts.late_captures += 1
         elif short is not None and table is not None:
-            self.ready[*short, logprobs] = graphs, table
+            self.ready[*short, logprobs] = graphs, table, edits
         return graphs
 
     def has(self, hidden: torch.Tensor, kind: DrawKind, table: torch.Tensor | None, staged: bool) -> bool:
@@ -283,14 +320,13 @@ class StepGraphs:
         self,
         hidden: torch.Tensor,
         kind: DrawKind,
-        edits: LogitEdits | None,
+        edits: Hashable,
         logprobs: Hashable,
         table: torch.Tensor | None,
         staged: bool,
     ) -> KeyedGraphs:
         place = None if table is None else table.data_ptr()
-        layout = None if edits is None else _layout(edits)
-        key = (hidden.data_ptr(), hidden.shape[0], kind, logprobs, place, layout)
+        key = (hidden.data_ptr(), hidden.shape[0], kind, logprobs, place, edits)
         graphs = self._graphs.get(key)
         if graphs is None:
             batches: list[NextBatch] = []
@@ -332,23 +368,3 @@ class StepGraphs:
 def free_bytes(device: torch.device) -> int:
     """Free memory of a GPU; 0 of a CPU."""
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
-
-
-def can_be_captured(edits: LogitEdits, num_rows: int, device: torch.device) -> bool:
-    """A graph on this device can be told the tensors of such edits of ``num_rows`` rows: their flags are those of the
-    table, and each tensor has its rows where kernels expect them."""
-    tensors = [tensor for tensor in edits.tensors if tensor is not None]
-    return edits.rows is None and all(
-        tensor.shape[0] * (1 if tensor is edits.mask else edits.repeats) == num_rows
-        and (tensor is edits.mask or tensor.dtype is torch.float32)
-        and tensor.device == device
-        and tensor.stride(1) == 1
-        and tensor.data_ptr() % 16 == 0
-        for tensor in tensors
-    )
-
-
-def _layout(edits: LogitEdits) -> tuple[Hashable, ...]:
-    """The facts of edits that the launches of a graph depend on."""
-    layouts = (None if one is None else (one.shape[1], one.stride(0), one.dtype) for one in edits.tensors)
-    return edits.repeats, *layouts

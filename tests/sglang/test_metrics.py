@@ -8,12 +8,13 @@ import types
 
 import pytest
 import torch
-from head_states import make_state, settle
-from sglang_batches import SteadyServer
+from head_states import CPU, CountingCapture, make_state, settle
+from sglang_batches import SteadyServer, grammar
 
 from sgl_flashsample.kernels.workspace import ScreenCounter
 from sgl_flashsample.sglang import metrics
 from sgl_flashsample.sglang.batch import Routing
+from sgl_flashsample.sglang.head import GraphInputs
 from sgl_flashsample.sglang.metrics import LOG_SECONDS_VARIABLE, DeviceCounters, Metrics
 from sgl_flashsample.sglang.step_graphs import StepCounts
 
@@ -180,3 +181,49 @@ def test_truncated_rows_and_their_searches_reach_the_metrics(device, one_rank, s
     assert ", 3 of the rows with top-k, top-p or min-p (4 by a search); " in summary, (
         "the counts that had arrived before the last step"
     )
+
+
+@pytest.mark.parametrize("how", ["launched", "replayed", "fails"])
+def test_the_host_time_of_a_step_has_none_of_sglangs_own_grammars_and_penalties(
+    one_rank, clock, monkeypatch, how, prometheus
+):
+    from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+
+    failures = [ValueError("no mask")] if how == "fails" else []
+
+    def slow(name: str, seconds: float) -> None:
+        original = getattr(SamplingBatchInfo, name)
+
+        def takes_long(info) -> None:
+            clock[0] += seconds
+            original(info)
+            if failures and name == "update_regex_vocab_mask":
+                raise failures.pop()
+
+        monkeypatch.setattr(SamplingBatchInfo, name, takes_long)
+
+    capture = CountingCapture()
+    state = make_state(CPU, capture=capture if how == "replayed" else None)
+    server = SteadyServer(CPU, state, [{"grammar": grammar(5, 6), "frequency_penalty": 0.5}, {}])
+    server.runtime.settings.report_path = False
+    state.inputs = GraphInputs(server.positions, torch.tensor([1, 2]))
+    server.runtime.metrics = counted = Metrics(prometheus=True)
+    slow("update_regex_vocab_mask", 5.0)
+    slow("update_penalties", 7.0)
+    for _ in range(12):
+        server.step()
+    counted.flush()
+    assert clock[0] > 140, "SGLang's own code ran, with a clock that only it moves"
+    assert prometheus("host_seconds_sum") == 0 and prometheus("host_seconds_count") == (0 if how == "fails" else 12)
+    assert (capture.replays > 0) is (how == "replayed")
+    # What a batch of SGLang's sampler has left is not taken off the next batch.
+    server.take([{}, {}])
+    monkeypatch.setattr(server.sampler, "_route", lambda *args, route=server.sampler._route: _late(clock, route(*args)))
+    server.step()
+    counted.flush()
+    assert prometheus("host_seconds_sum") == pytest.approx(2.0)
+
+
+def _late(clock: list[float], result):
+    clock[0] += 2.0
+    return result

@@ -19,7 +19,7 @@ from sgl_flashsample.kernels.gather_rows import RowBuffers
 from sgl_flashsample.kernels.params import Edit
 from sgl_flashsample.sglang import batch as batch_module
 from sgl_flashsample.sglang import row_table
-from sgl_flashsample.sglang.batch import SLOTS_ATTRIBUTE, Batch, batch_of
+from sgl_flashsample.sglang.batch import Batch, batch_of, slots_of
 from sgl_flashsample.sglang.draw import Step, gather
 from sgl_flashsample.sglang.hooks import StepHooks
 from sgl_flashsample.sglang.lazy_logits import LazyLogits
@@ -444,7 +444,7 @@ class Scheduler:
         self.hooks.sample(None, output, types.SimpleNamespace(sampling_info=info, req_pool_indices=padded))
         batch, positions = batch_of(info), torch.randint(0, 9, (rows,))
         assert batch.kinds == bytes(one.kind for one in requests)
-        step = Step(batch, getattr(info, SLOTS_ATTRIBUTE), positions, types.SimpleNamespace(given=~Edit(0)), False)
+        step = Step(batch, slots_of(info, rows), positions, types.SimpleNamespace(given=~Edit(0)), False)
         gather(self.state, step, rows + padding)
         want = [one.line for one in requests] + [(0.0, 0, 1.0, 0.0, 0, 0)] * padding
 

@@ -1433,7 +1433,6 @@ UNKNOWN: dict[str, tuple[Callable, str]] = {
     "another batch": (know_other(BATCH_ATTRIBUTE, make_batch({})), "unknown_rows"),
     "no slots": (know_other(SLOTS_ATTRIBUTE, None), "unknown_rows"),
     "fewer slots": (know_other(SLOTS_ATTRIBUTE, torch.tensor([1])), "unknown_rows"),
-    "more slots": (know_other(SLOTS_ATTRIBUTE, torch.tensor([1, 2, 3])), "unknown_rows"),
     "logits that were read": (lambda given: given.output.next_token_logits.add_(0.0), "logits_computed"),
     "logits that were read beside another head": (
         lambda given: (

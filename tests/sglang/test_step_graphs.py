@@ -1027,7 +1027,7 @@ def test_graphs_of_prefills_are_captured_ahead(prefills):
 
 
 class Pair:
-    """A server that replays and one that launches. padded: rows of SGLang's graph."""
+    """A server that replays and one that launches. tokens: of the last step of both."""
 
     def __init__(self, device: torch.device, capture: CountingCapture, rows: list[dict], screened: bool) -> None:
         self.capture = capture
@@ -1047,8 +1047,8 @@ class Pair:
 
     def step(self, **arguments: Any) -> bool:
         """One step of both, which must draw the same on the same paths. Whether it was replayed."""
-        before = self.capture.replays
-        assert self.replaying.step(**arguments) == self.launching.step(**arguments)
+        before, self.tokens = self.capture.replays, self.replaying.step(**arguments)
+        assert self.tokens == self.launching.step(**arguments)
         assert self.replaying.paths == self.launching.paths
         return self.capture.replays > before
 
@@ -1075,6 +1075,64 @@ def test_replayed_steps_draw_what_launches_draw(pair, kind, screened):
     assert both.replaying.paths == ["fused"] * 2
     for _ in range(SLOTS):
         assert both.step()
+
+
+def give_bias_and_grammar(server: SteadyServer, number: int) -> None:
+    give_bias(server, 3)
+    give_grammar(server, number)
+
+
+def give_bias(server: SteadyServer, number: int) -> None:
+    server.info.logit_bias = torch.zeros(2, VOCAB, device=server.device)
+    server.info.logit_bias[0, number] = 300.0
+
+
+def give_grammar(server: SteadyServer, number: int) -> None:
+    server.info.grammars = [grammar(number), None]
+
+
+GIVEN: dict[str, tuple[dict[str, Any], Callable[[SteadyServer, int], None]]] = {
+    "bias": ({"logit_bias": {}}, give_bias),
+    "grammar": ({"grammar": grammar}, give_grammar),
+    "bias and grammar": ({"logit_bias": {}, "grammar": grammar}, give_bias_and_grammar),
+    "penalties": ({"frequency_penalty": 0.5, "repetition_penalty": 1.1}, lambda server, number: None),
+}
+
+
+@needs_sglang
+@pytest.mark.parametrize("name", GIVEN)
+def test_steps_with_edits_are_found_at_once_and_replayed_with_the_edits_of_each(pair, monkeypatch, name):
+    monkeypatch.setattr(draw_module, "FULL_STEP_SECONDS", 1000.0)
+    found: list[bool] = []
+
+    def find(*arguments: Any) -> Any:
+        drawn = replayed(*arguments)
+        found.append(drawn is not None)
+        return drawn
+
+    monkeypatch.setattr("sgl_flashsample.sglang.sampler.replayed", find)
+    row, give = GIVEN[name]
+    both = pair(screened=False)
+    for server in both.both:
+        server.runtime.settings.report_path = False
+        server.state.inputs = GraphInputs(server.positions, torch.tensor([1, 2, 0], device=server.device))
+        server.take([{"temperature": 1.0} | row, {"temperature": 1.0}])
+        give(server, 3)
+    both.settle()
+    both.step()
+    for number in range(5, 5 + 2 * SLOTS):
+        for server in both.both:
+            give(server, number)
+        found.clear()
+        assert both.step() and found == [True, False], "the other server has no graphs"
+        if name != "penalties":
+            assert both.tokens[0] == number
+    if "grammar" in name:
+        for server in both.both:
+            server.info.grammars = None  # it went after its row was scheduled
+        found.clear()
+        both.step()
+        assert found == [False, False]
 
 
 CHANGES: dict[str, Callable[[SteadyServer], object]] = {
