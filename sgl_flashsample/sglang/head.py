@@ -90,7 +90,7 @@ class HeadState:
         self.full_step_at = 0.0
         self._capture = capture
         self._fingerprint = self._current_fingerprint()
-        self._seen_weight: torch.Tensor | None = None  # of the last ``update``: it has a version, or has none
+        self._seen_weight: Any = None  # of the last ``update``: it has a version, or has none
         self.head = Head(self._current_head(), announces_changes=True)
         self.table_file: str | None = None
         self.unraced: ResolvedTable | None = None
@@ -194,8 +194,7 @@ class HeadState:
             weight = self.lm_head.weight
         place, logit_scale, softcap, vocab_size, version = self._fingerprint
         return (
-            weight is not None
-            and weight is self._seen_weight
+            weight is self._seen_weight
             and weight.data_ptr() == place
             and (version is None or weight._version == version)
             and processor.logit_scale == logit_scale
