@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import struct
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -163,11 +164,20 @@ class HostCopy:
             self._arrived.record()
 
     @functools.cached_property
-    def lists(self) -> tuple[list, ...]:
-        """The rows of each part, after they have arrived: SGLang has waited for later work of its stream by then."""
+    def rows(self) -> tuple[list[tuple], ...]:
+        """The rows of each part, after they have arrived: SGLang has waited for later work of its stream by then.
+
+        Tuples of numbers, which Python's garbage collector does not track. SGLang keeps two of them per row and step
+        until the request ends; as lists they would make the collector look through the whole process time and again.
+        """
         if self._arrived is not None:
             self._arrived.synchronize()
-        return tuple(part.tolist() for part in self._read.parts())
+        parts, at, data = [], 0, self._read.data.numpy().data
+        for row in (f"={self._read.top}q", f"={self._read.top}f", f"={self._read.ids}f"):
+            end = at + self._read.rows * struct.calcsize(row)
+            parts.append(list(struct.iter_unpack(row, data[at:end])) if end > at else [])
+            at = end
+        return tuple(parts)
 
     def rows_of(self, place: int, lengths: Sequence[int]) -> list[HostRow]:
         """The first values of each row of a part: entries of SGLang's lists."""
@@ -182,8 +192,8 @@ class HostRow(NamedTuple):
     row: int
     length: int
 
-    def tolist(self) -> list:
-        return self.copy.lists[self.place][self.row][: self.length] if self.length else []
+    def tolist(self) -> tuple:
+        return self.copy.rows[self.place][self.row][: self.length]
 
 
 class LogprobInputs:

@@ -205,12 +205,12 @@ class Server:
         """POST /generate; ``text`` or ``input_ids`` (one or a list), ``sampling_params``, ``return_logprob``, ..."""
         return self.post("/generate", **fields)
 
-    def stream(self, **fields: Any) -> Iterator[Any]:
-        """POST /generate, of one prompt: its answer so far, each time that it has grown."""
+    def stream(self, **fields: Any) -> Iterator[bytes]:
+        """POST /generate, of one prompt: its answer so far as JSON, each time that it has grown."""
         with self._open("/generate", json.dumps(fields | {"stream": True}).encode(), 600.0) as response:
             for line in response:
                 if line.startswith(b"data:") and b"[DONE]" not in line:
-                    yield json.loads(line[len(b"data:") :])
+                    yield line[len(b"data:") :]
 
     def profile(self, folder: Path, steps: int, shapes: bool = False) -> None:
         """Write a trace of the next ``steps`` forward passes to ``folder``, with the shapes of arguments if asked
@@ -227,12 +227,16 @@ class Server:
         return self.get(path, json.dumps(fields).encode())
 
     def get(self, path: str, data: bytes | None = None, timeout: float = 600.0) -> Any:
-        with self._open(path, data, timeout) as response:
-            text = response.read().decode()
+        text = self.ask(path, data, timeout).decode()
         try:
             return json.loads(text)
         except ValueError:
             return text
+
+    def ask(self, path: str, data: bytes | None = None, timeout: float = 600.0) -> bytes:
+        """GET, or POST of ``data``; the answer as it arrives, of JSON or text. Raises as ``post`` does."""
+        with self._open(path, data, timeout) as response:
+            return response.read()
 
     def _open(self, path: str, data: bytes | None, timeout: float) -> Any:
         headers = {"Content-Type": "application/json"}

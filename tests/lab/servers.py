@@ -3,6 +3,7 @@ server for dry runs of benchmarks."""
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -49,10 +50,13 @@ class PretendedServer:
         time.sleep(2e-5 * params["max_new_tokens"])
         return [{"output_ids": [0] * params["max_new_tokens"]} for _ in input_ids]
 
-    def stream(self, *, sampling_params: dict[str, Any], **fields: Any) -> Iterator[dict[str, Any]]:
+    def ask(self, path: str, data: bytes) -> bytes:
+        return json.dumps(self.generate(**json.loads(data))).encode()
+
+    def stream(self, *, sampling_params: dict[str, Any], **fields: Any) -> Iterator[bytes]:
         for tokens in range(sampling_params["max_new_tokens"]):
             time.sleep(2e-5)
-            yield {"output_ids": [0] * (tokens + 1)}
+            yield json.dumps({"output_ids": [0] * (tokens + 1)}).encode()
 
     def get(self, path: str) -> dict[str, Any]:
         return {"internal_states": [{"flashsample": {"active": True}}]}

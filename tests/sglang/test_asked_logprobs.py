@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import types
 from itertools import compress
@@ -147,7 +148,7 @@ def test_rows_of_sglangs_sampler_keep_what_it_gave_them():
     assert asked.layout.top == 8
     asked.deliver(packed(-torch.arange(24.0).view(3, 8), torch.arange(24).view(3, 8)), output, keeps_tensors=False)
     first, second, third = output.next_token_top_logprobs_val
-    assert (first.tolist(), second, third.tolist()) == ([0.0, -1.0], "stock", [-16.0])
+    assert (first.tolist(), second, third.tolist()) == ((0.0, -1.0), "stock", (-16.0,))
     assert output.next_token_top_logprobs_idx[1] == "stock too"
     assert output.next_token_token_ids_logprobs_val is None
 
@@ -247,4 +248,10 @@ def test_values_are_those_of_the_step_also_when_the_next_one_has_overwritten_the
     )
     copied = HostCopy(read)
     read.data.zero_()
-    assert copied.lists == ([[5, 6], [7, 8]], [[-1.0, -2.0], [-3.0, -4.0]], [[0.5], [0.25]])
+    assert copied.rows == ([(5, 6), (7, 8)], [(-1.0, -2.0), (-3.0, -4.0)], [(0.5,), (0.25,)])
+
+
+def test_the_garbage_collector_forgets_the_values_that_sglang_keeps():
+    kept = [row.tolist() for row in HostCopy(packed(-torch.rand(4, 8), torch.arange(32).view(4, 8))).rows_of(1, TOP)]
+    gc.collect()
+    assert [len(values) for values in kept] == [0, 3, 8, 1] and not any(map(gc.is_tracked, kept))

@@ -204,7 +204,7 @@ def test_steps_are_replayed_wherever_their_positions_are_and_whichever_requests_
         if top is not None:
             likeliest = head.logits(states).topk(3).indices
             for place, node in enumerate(accepted.reshape(-1).tolist()):
-                ids = output.next_token_top_logprobs_idx[place].tolist()
+                ids = [*output.next_token_top_logprobs_idx[place].tolist()]
                 assert node < 0 or ids == likeliest[node, : top[node // len(parents)]].tolist()
     assert capture.replays == head.state.counts.replayed == steps - PATIENCE
     assert (head.state.counts.launched, head.state.counts.late_captures) == (PATIENCE, 2)

@@ -7,6 +7,7 @@ import json
 import random
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -65,10 +66,14 @@ class FakeServer:
         CLOCK.now += self.seconds * tokens
         return [{"output_ids": [0] * tokens} for _ in input_ids]
 
+    def ask(self, path, data):
+        assert path == "/generate"
+        return json.dumps(self.generate(**json.loads(data))).encode()
+
     def stream(self, *, input_ids, sampling_params, **fields):
         for tokens in range(sampling_params["max_new_tokens"]):
             CLOCK.now += self.seconds
-            yield {"output_ids": [0] * (tokens + 1)}
+            yield json.dumps({"output_ids": [0] * (tokens + 1)}).encode()
 
     def metrics(self):
         if self.label == bench.STOCK:
@@ -123,6 +128,18 @@ def test_a_sample_of_a_fast_server_is_the_median_of_many_answers_and_one_that_is
     load = LOAD._replace(seconds=0.0199)
     us = bench.tpot_us(HeldUp("ours", 0.001, log), load, 2, bench.SAMPLINGS["greedy"])
     assert us == pytest.approx(1000.0) and len(log) == 5, "answers of 4 tokens more than the short ones, 1 ms each"
+
+
+def test_the_time_in_which_an_answer_is_read_as_json_is_not_the_servers(monkeypatch):
+    def slowly(text):
+        CLOCK.now += 3.0
+        return json.loads(text)
+
+    monkeypatch.setattr(bench, "perf_counter", CLOCK)
+    monkeypatch.setattr(bench, "json", types.SimpleNamespace(dumps=json.dumps, loads=slowly))
+    server = FakeServer("ours", 0.001, [])
+    seconds = bench.generate(server, LOAD, 2, bench.SAMPLINGS["top-logprobs"], LOAD.long)
+    assert seconds == pytest.approx(0.001 * LOAD.long)
 
 
 # --- what is called a difference ------------------------------------------------------------------------------------
