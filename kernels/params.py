@@ -280,6 +280,13 @@ def _aligned(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
 
 
+class QuantizedOperands(NamedTuple):
+    """Factors of the products of a quantised head."""
+
+    scale: Any  # [V] f32, of the rows of the weight
+    unit: Any  # [B] f32, of the hidden states (``scale_hidden.py``)
+
+
 class FeatureOperands(NamedTuple):
     """Requests of rows and transforms of logits, as every kernel that sees logits takes them."""
 
@@ -515,8 +522,8 @@ class LMHead:
             )
         if weight.dim() != 2 or weight.dtype not in (*TRITON_DTYPES, torch.float8_e4m3fn):
             raise ValueError(
-                f"weight is {tuple(weight.shape)} {weight.dtype}; expected [V, D] in bfloat16, float16 or float32, or in "
-                "float8_e4m3fn with a scale"
+                f"weight is {tuple(weight.shape)} {weight.dtype}; expected [V, D] in bfloat16, float16 or float32, "
+                "or in float8_e4m3fn with a scale"
             )
         if weight.stride(1) != 1 or weight.stride(0) < weight.shape[1]:
             raise ValueError(f"weight has strides {weight.stride()}; expected rows that are contiguous")

@@ -87,7 +87,7 @@ def test_a_bad_quantised_head_is_refused_by_name(options, message):
 
 
 def test_another_dtype_of_hidden_states_than_the_weights_is_refused():
-    with pytest.raises(ValueError, match="hidden_dtype is torch.float16; expected None or the weight's torch.float32"):
+    with pytest.raises(ValueError, match=r"hidden_dtype is torch.float16; expected None or the weight's torch.float32"):
         LMHead(torch.zeros(10, 4), hidden_dtype=torch.float16)
 
 
