@@ -263,9 +263,9 @@ def lm_head_sample(
     if num_rows == 0:
         return SampleOutput.empty(0, hidden.device, return_logprob)
     splits = num_splits(head, num_rows, tile)
-    workspace = Workspace.for_splits(splits, num_rows, hidden.device, workspace)
     quantized, early = None, False
     if head.scale is not None:
+        workspace = Workspace.for_splits(splits, num_rows, hidden.device, workspace)
         half = workspace.half_hidden(num_rows, hidden.shape[1])
         early = supports_early_launch(hidden.device)
         scale_hidden(hidden, half, early=early)

@@ -688,6 +688,11 @@ class LMHead:
         """Whether tensor descriptors can address the weight."""
         return supports_tma(self.weight)
 
+    def check_not_quantised(self) -> None:
+        """Raise ValueError for a quantised head, where single rows of the weight are read without their scale."""
+        if self.scale is not None:
+            raise ValueError(f"the head's weight is {self.weight.dtype}; expected one without a scale")
+
     def without_unsupported_tma(self, tile: TileConfig, hidden: torch.Tensor) -> TileConfig:
         """``tile`` without the descriptors that cannot address the weight or ``hidden``."""
         if tile.tma and not self.supports_tma:
