@@ -136,7 +136,7 @@ class LogitsBuffer:
 class Workspace:
     """Scratch of ``lm_head_sample`` and ``sample_logits`` for up to ``slots`` = splits x rows.
 
-    ``slots * 708`` bytes on ``device``, and what ``gemm`` and ``logits_buffer`` have been asked for.
+    ``slots * 708`` bytes on ``device``, and what ``gemm``, ``half_hidden`` and ``logits_buffer`` have been asked for.
     searched: ``[1]`` int64, counts the rows whose tokens took a search, in this workspace or, when it is given, since
     it was made.
     """

@@ -349,6 +349,13 @@ def variations(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
         yield f"{dtype}", {"dtype": dtype}
     if path != "screened":
         yield "logprobs", {"logprobs": True}
+    if path == "fused":
+        quantised: dict[str, Any] = {"dtype": torch.float8_e4m3fn}
+        for where in ("weight", "hidden"):
+            for offset, gap in ((0, 0), (1, 0), (0, 16), (0, 3)):
+                yield f"quantised, {where} {offset} {gap}", quantised | {where: {"offset": offset, "gap": gap}}
+        yield "quantised, scale at an odd address", quantised | {"scale": {"offset": 1}}
+        yield "quantised, float16", quantised | {"head": {"hidden_dtype": torch.float16}}
 
 
 def launch_variation(path: str, kind: str, config: Any, change: dict[str, Any]) -> None:
@@ -360,9 +367,11 @@ def launch_variation(path: str, kind: str, config: Any, change: dict[str, Any]) 
 
     num_rows, dtype = change.get("num_rows", 3), change.get("dtype", torch.bfloat16)
     options = change.get("head", {})
-    weight = at(torch.ones(400, 64, dtype=dtype), **change.get("weight", {}))
+    weight = at(torch.ones(400, 64).to(dtype), **change.get("weight", {}))
     if "truncate" in kind and "vocab_start" in options:
         return
+    if dtype is torch.float8_e4m3fn:
+        options = options | {"scale": at(torch.ones(400), **change.get("scale", {}))}
     head = LMHead(weight, **options)
     width = head.spec.vocab_end
 
@@ -395,7 +404,7 @@ def launch_variation(path: str, kind: str, config: Any, change: dict[str, Any]) 
         edits,
         all_greedy=kind == "greedy",
     )
-    hidden = at(torch.ones(num_rows, 64, dtype=dtype), **change.get("hidden", {}))
+    hidden = at(torch.ones(num_rows, 64, dtype=head.hidden_dtype), **change.get("hidden", {}))
     if path == "screened":
         screened_sample(hidden, head, Int8Head(head), params, config)
     elif path == "logits":

@@ -4,6 +4,7 @@ serve them."""
 from __future__ import annotations
 
 import dataclasses
+import types
 
 import pytest
 import torch
@@ -146,6 +147,15 @@ def test_built_in_choices_read_the_weight_as_it_is_whatever_the_batch(family):
             config = default_config(HeadTraits(family, 1, 151_936, 4096, has_gemm=False), rows, kind)
             assert isinstance(config, TileConfig) and not config.rows_first, (kind, rows)
     assert not any(isinstance(config, type(SCREEN)) for config in all_configs(family, 1))
+
+
+def test_a_model_with_a_quantised_weight_needs_its_scale_by_name(device):
+    linear = torch.nn.Linear(32, VOCAB, bias=False, device=device)
+    linear.weight = torch.nn.Parameter(linear.weight.detach().to(E4M3), requires_grad=False)
+    config = types.SimpleNamespace(vocab_size=VOCAB)
+    model = types.SimpleNamespace(config=config, get_output_embeddings=lambda: linear)
+    with pytest.raises(ValueError, match=r"scale is None; expected contiguous \[600\] float32"):
+        LMHead.from_hf(model)
 
 
 def test_dispatch_takes_the_fused_pass_unless_a_path_is_asked_for(device, launched):
