@@ -35,15 +35,15 @@ def scale_hidden_kernel(
     """One row per program."""
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
-    row = tl.program_id(0).to(tl.int64)
+    row = tl.program_id(0)
     offs_d = tl.arange(0, BLOCK_D)
     inside = offs_d < D
-    states = tl.load(hidden_ptr + row * hidden_stride + offs_d, mask=inside, other=0.0).to(tl.float32)
+    states = tl.load(hidden_ptr + row.to(tl.int64) * hidden_stride + offs_d, mask=inside, other=0.0).to(tl.float32)
     size = tl.abs(states)
     largest = tl.max(tl.where(size < float("inf"), size, 0.0))
     exponent = tl.minimum(-(largest.to(tl.int32, bitcast=True) >> 23) + _TARGET, _LARGEST)
     factor = (exponent << 23).to(tl.float32, bitcast=True)
-    tl.store(half.states + row * half_stride + offs_d, (states * factor).to(tl.float16), mask=inside)
+    tl.store(half.states + row.to(tl.int64) * half_stride + offs_d, (states * factor).to(tl.float16), mask=inside)
     tl.store(half.unit + row, ((254 - exponent) << 23).to(tl.float32, bitcast=True))
 
 

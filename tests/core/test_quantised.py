@@ -59,6 +59,7 @@ def example(device: torch.device, kind: str = "plain", rows: int = 9, **options)
 # --- draws ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("path", [None, "fused", "logits"])
 def test_tokens_and_logprobs_are_the_references_on_every_path(place, path, kind):
@@ -87,6 +88,7 @@ def test_logits_are_those_of_float64_on_the_dequantised_weights_part_by_part(pla
     assert head.logits(case.hidden, out) is out and torch.equal(out, want.to(hidden_dtype))
 
 
+@pytest.mark.slow
 def test_logprobs_beside_a_draw_and_of_a_prompt_are_the_references(place):
     case = example(place)
     ids = torch.tensor([[3, 599, 17]], device=place)
@@ -103,6 +105,7 @@ def test_logprobs_beside_a_draw_and_of_a_prompt_are_the_references(place):
     torch.testing.assert_close(of_prompt.double(), want, rtol=0, atol=2e-5)
 
 
+@pytest.mark.slow
 def test_a_sampler_and_a_verification_draw_what_sample_draws(place, monkeypatch, tmp_path):
     monkeypatch.setenv("FLASHSAMPLE_CONFIG_DIR", str(tmp_path))
     case = example(place)
