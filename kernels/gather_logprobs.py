@@ -246,9 +246,10 @@ def head_logprobs(
     are asked for: of the head's logits, or of all parts of a vocabulary. params, original: as in ``LogitRows``. The
     result is as in ``gather_logprobs``.
 
-    Raises ValueError for a tensor of another shape, dtype, layout or device.
+    Raises ValueError for a tensor of another shape, dtype, layout or device, and for a quantised head.
     """
     head.check(hidden)
+    head.check_not_quantised()
     num_rows, spec, weight, device = hidden.shape[0], head.spec, head.weight, hidden.device
     if params is not None:
         params = untruncated(params)

@@ -109,6 +109,7 @@ class Int8Head:
 
     def check(self, head: LMHead) -> None:
         """Raise ValueError unless this can be a copy of ``head``."""
+        head.check_not_quantised()
         rows, width = self.weight.shape
         wanted = (head.vocab_size, cdiv(head.weight.shape[1], _ALIGNMENT) * _ALIGNMENT)
         if (rows, width) != wanted or self.weight.device != head.weight.device:

@@ -13,6 +13,10 @@ the vocabulary tiles, and each keeps, per row, the best perturbed group of 16 id
 A truncated row also leaves its logits behind (2 bytes each where they are bf16), and ``sample_truncated`` is the second
 launch; a third is empty for most batches. Other rows leave nothing.
 
+A quantised head (float8_e4m3fn and a scale per row) has a launch before these, which writes the hidden states as
+float16 (``scale_hidden.py``). Its weights become float16 in registers, one instruction for two, which is exact; scale
+and unit multiply the float32 sums, before anything else is done to a logit.
+
 The head is read once per block of rows. For a batch so large that a GEMM with ``[B, V]`` output is faster, a dispatcher
 chooses ``sample_logits``.
 """
@@ -41,9 +45,10 @@ from .epilogue import (
     store_split,
     transform_logits,
 )
-from .launch import launch, resident_programs
-from .params import ROW_POINTERS, BatchParams, LMHead, SampleOutput
+from .launch import launch, resident_programs, supports_early_launch
+from .params import ROW_POINTERS, BatchParams, LMHead, QuantizedOperands, SampleOutput
 from .reduce_splits import draw_if_last
+from .scale_hidden import scale_hidden
 from .split_launch import SplitLaunch
 from .workspace import Workspace
 
@@ -55,6 +60,7 @@ from .workspace import Workspace
 def lm_head_sample_kernel(
     weight,  # [V, D] pointer, or a descriptor of its [block_v, block_d] blocks
     hidden,  # [B, D] pointer, or a descriptor of its [block_b, block_d] blocks
+    quantized,  # QuantizedOperands, with hidden states in float16; None where the weight is not quantised
     temperature_ptr,  # [B] f32
     seed_ptr,  # [B] i64
     position_ptr,  # [B] i64
@@ -81,7 +87,10 @@ def lm_head_sample_kernel(
     TILE: tl.constexpr,
     TOP_GROUPS: tl.constexpr,
     BLOCK_P: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
     BLOCK_B: tl.constexpr = TILE.block_b
     BLOCK_V: tl.constexpr = TILE.block_v
     BLOCK_D: tl.constexpr = TILE.block_d
@@ -102,6 +111,8 @@ def lm_head_sample_kernel(
     offs_g = tl.arange(0, NUM_GROUPS)
     if not TILE.hidden_tma:
         hidden_ptrs = hidden + offs_b.to(tl.int64)[None, :] * hidden_stride + offs_d[:, None]  # [BLOCK_D, BLOCK_B]
+    if quantized is not None:
+        unit = tl.load(quantized.unit + offs_b, mask=exists, other=0.0)
     temperature = tl.load(temperature_ptr + offs_b, mask=mask_b, other=1.0)
     greedy, inv_temperature = invert_temperature(temperature)
     # Seeds and positions are loaded as whole [NUM_GROUPS, BLOCK_B] blocks. A broadcast would do, but the
@@ -122,6 +133,8 @@ def lm_head_sample_kernel(
     for tile in tl.range(split, tl.cdiv(vocab_size, BLOCK_V), num_splits, flatten=TILE.flatten):
         first = tile * BLOCK_V
         offs_v = first + tl.arange(0, BLOCK_V)
+        if quantized is not None:  # before the products: no epilogue waits for it
+            scale = tl.load(quantized.scale + offs_v, mask=offs_v < vocab_size, other=0.0)
         acc = tl.zeros([BLOCK_B, BLOCK_V] if TILE.rows_first else [BLOCK_V, BLOCK_B], tl.float32)
         for d in tl.range(0, D, BLOCK_D, num_stages=TILE.stages):
             mask_d = d + offs_d < D
@@ -133,6 +146,8 @@ def lm_head_sample_kernel(
                     mask=(offs_v < vocab_size)[:, None] & mask_d[None, :],
                     other=0.0,
                 )
+            if quantized is not None:
+                blk_w = blk_w.to(tl.float16)
             if TILE.hidden_tma:
                 blk_h = tl.trans(hidden.load([first_row, d]))
             else:
@@ -143,6 +158,8 @@ def lm_head_sample_kernel(
                 acc = tl.dot(blk_w, blk_h, acc, input_precision="ieee")
         if TILE.rows_first:
             acc = tl.trans(acc)
+        if quantized is not None:
+            acc = acc * unit[None, :] * scale[:, None]
 
         # On an H200, pairs are faster for plain batches, slower with a truncation, and the same with edits.
         IN_PAIRS: tl.constexpr = edits is None and not TRUNCATE
@@ -222,7 +239,7 @@ def workspace_slots(head: LMHead, max_rows: int, tile: TileConfig) -> int:
 
 
 def lm_head_sample(
-    hidden: torch.Tensor,  # [B, D], the weight's dtype
+    hidden: torch.Tensor,  # [B, D], the head's hidden_dtype
     head: LMHead,
     params: BatchParams,
     tile: TileConfig,
@@ -245,8 +262,15 @@ def lm_head_sample(
     params.check("hidden", hidden, spec)
     if num_rows == 0:
         return SampleOutput.empty(0, hidden.device, return_logprob)
-    tile = head.without_unsupported_tma(tile, hidden)
     splits = num_splits(head, num_rows, tile)
+    quantized, early = None, False
+    if head.scale is not None:
+        workspace = Workspace.for_splits(splits, num_rows, hidden.device, workspace)
+        half = workspace.half_hidden(num_rows, hidden.shape[1])
+        early = supports_early_launch(hidden.device)
+        scale_hidden(hidden, half, early=early)
+        hidden, quantized = half.states, QuantizedOperands(head.scale, half.unit)
+    tile = head.without_unsupported_tma(tile, hidden)
     bound = resident_programs(hidden.device, tile.ctas_per_sm)
     shared = SplitLaunch(params, spec, head.rounding, tile, splits, bound, workspace, return_logprob)
     launch(
@@ -255,6 +279,7 @@ def lm_head_sample(
         (
             head.weight_operand(tile),
             TensorDescriptor.from_tensor(hidden, [tile.block_b, tile.block_d]) if tile.hidden_tma else hidden,
+            quantized,
             params.temperature,
             params.seed,
             params.position,
@@ -270,8 +295,9 @@ def lm_head_sample(
             shared.features.softcap,
             shared.features.given_edits,
         ),
-        {"D": hidden.shape[1], **shared.constants},
+        {"D": hidden.shape[1], **shared.constants, "EARLY": early},
         tile.num_warps,
         (hidden.device.index, head.variant, hidden.stride(0), hidden.data_ptr() % 16 == 0, *shared.variant),
+        early=early,
     )
     return shared.draw(truncation_config)

@@ -280,6 +280,13 @@ def _aligned(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
 
 
+class QuantizedOperands(NamedTuple):
+    """Factors of the products of a quantised head."""
+
+    scale: Any  # [V] f32, of the rows of the weight
+    unit: Any  # [B] f32, of the hidden states (``scale_hidden.py``)
+
+
 class FeatureOperands(NamedTuple):
     """Requests of rows and transforms of logits, as every kernel that sees logits takes them."""
 
@@ -479,31 +486,62 @@ def supports_tma(matrix: torch.Tensor) -> bool:
 class LMHead:
     """An LM head: a weight, and how logits come from the products with it.
 
-    weight: ``[V, D]`` bfloat16, float16 or float32; contiguous rows at any distance.
+    weight: ``[V, D]`` bfloat16, float16 or float32, or float8_e4m3fn with a ``scale``; contiguous rows at any distance.
     spec: the logits. Rows of the weight from ``vocab_size`` on are padding and are never returned (default: V, none).
-        ``logits_dtype`` is that of the model's own GEMM, never None in a head (default: the weight's; torch.float32
-        keeps the accumulator).
-    module: the owner of ``weight``; a weight that it gets later is followed (``current``).
+        ``logits_dtype`` is that of the model's own GEMM, never None in a head (default: that of the hidden states;
+        torch.float32 keeps the accumulator).
+    scale: ``[V]`` float32, contiguous, of a float8_e4m3fn weight, whose row v stands for ``weight[v] * scale[v]``. One
+        number, ``[]`` or ``[1]``, is copied for all rows. Activations are not quantised.
+    hidden_dtype: that of the hidden states: the weight's; of a float8_e4m3fn weight bfloat16 (default) or float16.
+    module: the owner of ``weight``; a weight that it gets later is followed (``current``). None with a scale.
     options: fields of ``LogitsSpec``, instead of ``spec`` or to replace some of its fields.
 
-    Raises ValueError for a weight of another shape, dtype or layout, and for values out of these ranges.
+    Raises ValueError for a weight or a scale of another shape, dtype, layout or device, and for values out of these
+    ranges.
     """
 
     weight: torch.Tensor
     spec: LogitsSpec
+    scale: torch.Tensor | None
+    hidden_dtype: torch.dtype
     module: Any = dataclasses.field(default=None, repr=False, compare=False)
 
-    def __init__(self, weight: torch.Tensor, spec: LogitsSpec | None = None, *, module: Any = None, **options: Any):
+    def __init__(
+        self,
+        weight: torch.Tensor,
+        spec: LogitsSpec | None = None,
+        *,
+        scale: torch.Tensor | None = None,
+        hidden_dtype: torch.dtype | None = None,
+        module: Any = None,
+        **options: Any,
+    ):
         if not isinstance(weight, torch.Tensor):
             raise ValueError(
                 f"weight is a {type(weight).__name__}; expected a [V, D] tensor, such as a module's .weight"
             )
-        if weight.dim() != 2 or weight.dtype not in TRITON_DTYPES:
+        if weight.dim() != 2 or weight.dtype not in (*TRITON_DTYPES, torch.float8_e4m3fn):
             raise ValueError(
-                f"weight is {tuple(weight.shape)} {weight.dtype}; expected [V, D] in bfloat16, float16 or float32"
+                f"weight is {tuple(weight.shape)} {weight.dtype}; expected [V, D] in bfloat16, float16 or float32, "
+                "or in float8_e4m3fn with a scale"
             )
         if weight.stride(1) != 1 or weight.stride(0) < weight.shape[1]:
             raise ValueError(f"weight has strides {weight.stride()}; expected rows that are contiguous")
+        if weight.dtype is torch.float8_e4m3fn:
+            scale = _row_scale(scale, weight)
+            hidden_dtype = torch.bfloat16 if hidden_dtype is None else hidden_dtype
+            if hidden_dtype not in (torch.bfloat16, torch.float16):
+                raise ValueError(
+                    f"hidden_dtype is {hidden_dtype}; expected bfloat16 or float16 with a quantised weight"
+                )
+            if module is not None:
+                raise ValueError(f"module is a {type(module).__name__}; expected None with a scale: it is not followed")
+        else:
+            if scale is not None:
+                raise ValueError(f"scale is given with a {weight.dtype} weight; expected None, or float8_e4m3fn")
+            if hidden_dtype not in (None, weight.dtype):
+                raise ValueError(f"hidden_dtype is {hidden_dtype}; expected None or the weight's {weight.dtype}")
+            hidden_dtype = weight.dtype
         if spec is None:
             spec = LogitsSpec(**({"vocab_size": weight.shape[0]} | options))
         elif not isinstance(spec, LogitsSpec):
@@ -511,12 +549,12 @@ class LMHead:
         else:
             spec = dataclasses.replace(spec, **options)
         if spec.logits_dtype is None:
-            spec = dataclasses.replace(spec, logits_dtype=weight.dtype)
+            spec = dataclasses.replace(spec, logits_dtype=hidden_dtype)
         if spec.vocab_size > weight.shape[0]:
             raise ValueError(f"vocab_size is {spec.vocab_size}; expected 1 to the head's {weight.shape[0]} rows")
         if spec.vocab_start + weight.shape[0] >= 2**31:
             raise ValueError(f"ids reach {spec.vocab_start + weight.shape[0]}; expected them below 2**31")
-        vars(self).update(weight=weight, spec=spec, module=module)
+        vars(self).update(weight=weight, spec=spec, scale=scale, hidden_dtype=hidden_dtype, module=module)
         _ = self._place  # remembered before anyone can change it
 
     @classmethod
@@ -524,7 +562,8 @@ class LMHead:
         """The part of a head that one of ``num_ranks`` tensor-parallel ranks holds; None where that is only padding.
 
         weight: ``[W, D]``, with the same W on every rank: rank r holds the ids from ``r * W`` on, as far as they are
-        below ``vocab_size``, that of the whole vocabulary. options: further fields of ``LogitsSpec``.
+        below ``vocab_size``, that of the whole vocabulary. options: further fields of ``LogitsSpec``, and the rank's
+        ``scale``.
 
         Raises ValueError for a rank that is none; of several ranks, for a W that is not a multiple of ``GROUP_SIZE``,
         and for more than 2**24 ids, which they send each other as float32 (``merge_ranks.py``).
@@ -578,17 +617,27 @@ class LMHead:
         ``weight``, since it was replaced. Costs a step a microsecond."""
         weight = self.weight if self.module is None else self.module.weight
         latest: LMHead = vars(self).get("_latest", self)
-        if weight is not latest.weight or _place_of(weight) != latest._place:
+        if weight is not latest.weight or _place_of(weight, self.scale) != latest._place:
             # A new head, as descriptors are made for one place in memory. It rounds to the new weight's dtype if this
             # one rounds to the old weight's, which ``self.weight`` itself may have no more.
-            _, old_dtype, *_ = self._place
-            dtype = None if self.rounding is old_dtype else self.rounding
-            latest = vars(self)["_latest"] = LMHead(weight, self.spec, module=self.module, logits_dtype=dtype)
+            latest = vars(self)["_latest"] = LMHead(
+                weight,
+                self.spec,
+                scale=self.scale,
+                hidden_dtype=None if self.scale is None else self.hidden_dtype,
+                module=self.module,
+                logits_dtype=None if self.gemm_gives_logits else self.rounding,
+            )
         return latest
 
     @functools.cached_property
     def _place(self) -> tuple:
-        return _place_of(self.weight)
+        return _place_of(self.weight, self.scale)
+
+    def first(self, size: int) -> LMHead:
+        """The head of the first ``size`` ids alone."""
+        scale = None if self.scale is None else self.scale[:size]
+        return LMHead(self.weight[:size], self.spec, scale=scale, hidden_dtype=self.hidden_dtype, vocab_size=size)
 
     @property
     def vocab_size(self) -> int:
@@ -618,15 +667,15 @@ class LMHead:
 
     @property
     def gemm_gives_logits(self) -> bool:
-        """Whether a GEMM in the weight's dtype rounds logits as they are to be rounded."""
-        return self.rounding is self.weight.dtype
+        """Whether a GEMM in the dtype of the hidden states rounds logits as they are to be rounded."""
+        return self.rounding is self.hidden_dtype
 
     def check(self, hidden: torch.Tensor) -> None:
         """Raise ValueError unless ``hidden`` can be multiplied with the weight."""
-        if hidden.dim() != 2 or hidden.dtype != self.weight.dtype or hidden.shape[1] != self.weight.shape[1]:
+        if hidden.dim() != 2 or hidden.dtype != self.hidden_dtype or hidden.shape[1] != self.weight.shape[1]:
             raise ValueError(
                 f"hidden is {tuple(hidden.shape)} {hidden.dtype}; "
-                f"expected [B, {self.weight.shape[1]}] {self.weight.dtype} as the head's"
+                f"expected [B, {self.weight.shape[1]}] {self.hidden_dtype} as the head's"
             )
         if hidden.device != self.weight.device or hidden.stride(1) != 1:
             raise ValueError(
@@ -639,6 +688,11 @@ class LMHead:
         """Whether tensor descriptors can address the weight."""
         return supports_tma(self.weight)
 
+    def check_not_quantised(self) -> None:
+        """Raise ValueError for a quantised head, where single rows of the weight are read without their scale."""
+        if self.scale is not None:
+            raise ValueError(f"the head's weight is {self.weight.dtype}; expected one without a scale")
+
     def without_unsupported_tma(self, tile: TileConfig, hidden: torch.Tensor) -> TileConfig:
         """``tile`` without the descriptors that cannot address the weight or ``hidden``."""
         if tile.tma and not self.supports_tma:
@@ -650,7 +704,13 @@ class LMHead:
     @functools.cached_property
     def variant(self) -> tuple:
         """The facts about this head that a compiled kernel depends on, beside its constants."""
-        return self.weight.dtype, self.weight.stride(0), self.weight.data_ptr() % 16 == 0
+        weight, scale = self.weight, self.scale
+        return (
+            weight.dtype,
+            weight.stride(0),
+            weight.data_ptr() % 16 == 0,
+            scale is not None and scale.data_ptr() % 16 == 0,
+        )
 
     @functools.cached_property
     def _descriptors(self) -> dict[tuple[int, int], TensorDescriptor]:
@@ -663,9 +723,25 @@ class LMHead:
         return descriptor(self._descriptors, self.weight, (tile.block_v, tile.block_d))
 
 
-def _place_of(weight: torch.Tensor) -> tuple:
-    """Where ``weight`` is, and how it lies there."""
-    return weight.data_ptr(), weight.dtype, weight.shape, weight.stride()
+def _place_of(weight: torch.Tensor, scale: torch.Tensor | None) -> tuple:
+    """Where ``weight`` and its scale are, and how they lie there."""
+    place = None if scale is None else scale.data_ptr()
+    return weight.data_ptr(), weight.dtype, weight.shape, weight.stride(), place
+
+
+def _row_scale(scale: Any, weight: torch.Tensor) -> torch.Tensor:
+    """``[V]`` float32 from the scale that is given with a quantised ``weight``. Raises ValueError for anything but a
+    factor per row, or one for all."""
+    rows = weight.shape[0]
+    expected = f"expected contiguous [{rows}] float32, one number per row of the weight, or a single one"
+    if not isinstance(scale, torch.Tensor):
+        raise ValueError(f"scale is {'None' if scale is None else f'a {type(scale).__name__}'}; {expected}")
+    is_one = scale.dim() == 0 or scale.shape == (1,)
+    if scale.dtype is not torch.float32 or not (is_one or scale.shape == (rows,)) or not scale.is_contiguous():
+        raise ValueError(f"scale is {tuple(scale.shape)} {scale.dtype} with strides {scale.stride()}; {expected}")
+    if scale.device != weight.device:
+        raise ValueError(f"scale is on {scale.device}; expected it on the weight's {weight.device}")
+    return scale.reshape(1).repeat(rows) if is_one else scale
 
 
 def descriptor(

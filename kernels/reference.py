@@ -46,10 +46,16 @@ def gumbel_ref(
     return -torch.log(exponential_from_bits_ref(words[0], words[1]))
 
 
+def dequantize_ref(weight: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
+    """``[V, D]`` float64, the weights that a ``[V, D]`` weight and the ``[V]`` scale of its rows stand for."""
+    return weight.double() if scale is None else weight.double() * scale.double()[:, None]
+
+
 def logits_ref(
     hidden: torch.Tensor,
     weight: torch.Tensor,
     *,
+    scale: torch.Tensor | None = None,
     logit_scale: float | None = None,
     softcap: float | None = None,
     logits_dtype: torch.dtype | None = None,
@@ -57,13 +63,16 @@ def logits_ref(
 ) -> torch.Tensor:
     """``[B, V]`` float64 logits, rounded where the model's GEMM and scaling round.
 
+    scale: ``[V]``, of a quantised weight's rows; logits are then rounded to the dtype of ``hidden`` where
+    ``logits_dtype`` is None.
     perturb: added to each dot product, in units of ``sum_k |hidden_k weight_k|``: the room that the order
     of an accumulation has. Rounding can turn it into a step of a whole unit in the last place.
     """
-    logits = hidden.double() @ weight.double().T
+    exact = dequantize_ref(weight, scale)
+    logits = hidden.double() @ exact.T
     if perturb:
-        logits += perturb * (hidden.double().abs() @ weight.double().abs().T)
-    rounding = weight.dtype if logits_dtype is None else logits_dtype
+        logits += perturb * (hidden.double().abs() @ exact.abs().T)
+    rounding = hidden.dtype if logits_dtype is None else logits_dtype
     return transform_ref(logits, rounding, logit_scale=logit_scale, softcap=softcap)
 
 
@@ -454,6 +463,7 @@ def lm_head_sample_ref(
     seed: torch.Tensor,
     position: torch.Tensor,
     *,
+    scale: torch.Tensor | None = None,
     vocab_size: int | None = None,
     vocab_start: int = 0,
     logit_scale: float | None = None,
@@ -463,11 +473,12 @@ def lm_head_sample_ref(
 ) -> Reference:
     """``lm_head_sample`` from its definition. ``accumulation`` bounds the error of a float32 dot product, in
     units of ``sum_k |hidden_k weight_k|``."""
-    weight = weight[:vocab_size]
+    weight, scale = weight[:vocab_size], None if scale is None else scale[:vocab_size]
     low, logits, high = (
         logits_ref(
             hidden,
             weight,
+            scale=scale,
             logit_scale=logit_scale,
             softcap=softcap,
             logits_dtype=logits_dtype,

@@ -76,6 +76,13 @@ class BufferOperands(NamedTuple):
     searched: Any  # [1] i64: rows searched so far
 
 
+class HalfHidden(NamedTuple):
+    """Hidden states as float16, in units of a power of two per row (``scale_hidden.py``)."""
+
+    states: Any  # [B, D] f16
+    unit: Any  # [B] f32
+
+
 class LogitsBuffer:
     """Where truncated rows leave their logits, ``[num_rows, width]``, and the scratch of their draw.
 
@@ -129,7 +136,7 @@ class LogitsBuffer:
 class Workspace:
     """Scratch of ``lm_head_sample`` and ``sample_logits`` for up to ``slots`` = splits x rows.
 
-    ``slots * 708`` bytes on ``device``, and what ``gemm`` and ``logits_buffer`` have been asked for.
+    ``slots * 708`` bytes on ``device``, and what ``gemm``, ``half_hidden`` and ``logits_buffer`` have been asked for.
     searched: ``[1]`` int64, counts the rows whose tokens took a search, in this workspace or, when it is given, since
     it was made.
     """
@@ -149,17 +156,19 @@ class Workspace:
         self._buffers: dict[torch.dtype, LogitsBuffer] = {}
         self.last_buffer: LogitsBuffer | None = None  # the last truncated batch's
         self._gemm: torch.Tensor | None = None
+        self._half: HalfHidden | None = None
 
     @property
     def held(self) -> tuple[object, ...]:
         """The buffers that a launch may write to and that a larger batch replaces: a captured graph needs them."""
-        return self.last_buffer, self._gemm
+        return self.last_buffer, self._gemm, self._half
 
     @property
     def num_bytes(self) -> int:
         """Device memory that this holds, buffers of logits included."""
         tensors = [*self.splits, *(tensor for buffer in self._buffers.values() for tensor in buffer.operands)]
-        return sum(tensor.nbytes for tensor in (*tensors, *([] if self._gemm is None else [self._gemm])))
+        tensors += [*([] if self._gemm is None else [self._gemm]), *(self._half or ())]
+        return sum(tensor.nbytes for tensor in tensors)
 
     @classmethod
     def for_splits(cls, num_splits: int, num_rows: int, device: torch.device, given: Workspace | None) -> Workspace:
@@ -187,6 +196,18 @@ class Workspace:
             held = self._gemm = None  # the old one goes before the new one comes
             held = self._gemm = torch.empty(rows, stride, dtype=dtype, device=self.device)
         return held[:num_rows, :width]
+
+    def half_hidden(self, num_rows: int, width: int) -> HalfHidden:
+        """Room for ``[num_rows, width]`` hidden states as float16, in rows that start at multiples of ``GROUP_SIZE``
+        elements; allocates for the first batch and for one larger than all before."""
+        stride = cdiv(width, GROUP_SIZE) * GROUP_SIZE
+        held = self._half
+        if held is None or held.states.shape[1] != stride or held.states.shape[0] < num_rows:
+            rows = num_rows if held is None or held.states.shape[1] != stride else _grown(len(held.states), num_rows)
+            held = self._half = None  # the old one goes before the new one comes
+            states = torch.empty(rows, stride, dtype=torch.float16, device=self.device)
+            held = self._half = HalfHidden(states, torch.empty(rows, dtype=torch.float32, device=self.device))
+        return HalfHidden(held.states[:num_rows, :width], held.unit)
 
     def logits_buffer(self, num_rows: int, spec: LogitsSpec, rounding: torch.dtype, *, edited: bool) -> LogitsBuffer:
         """Room for the logits of truncated rows; allocates for the first batch and for one larger than all before.

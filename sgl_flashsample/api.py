@@ -67,9 +67,10 @@ def sample(
     truncated rows, 2 or 4 bytes each. Where a GEMM is faster, the batch takes one, and one kernel reads its output.
 
     Args:
-        hidden: ``[B, D]``, contiguous rows, the head's dtype and device.
-        lm_head: ``[V, D]`` weight (bfloat16, float16 or float32), an ``LMHead`` for padding, a softcap, a scale or a
-            vocabulary shard, or a ``Head``, whose table, scratch and screen are used. Keep one per model.
+        hidden: ``[B, D]``, contiguous rows, the head's ``hidden_dtype`` and device.
+        lm_head: ``[V, D]`` weight (bfloat16, float16 or float32), an ``LMHead`` for padding, a softcap, a scale, a
+            float8_e4m3fn weight or a vocabulary shard, or a ``Head``, whose table, scratch and screen are used. Keep
+            one per model.
         params: per-row temperature, seed and position.
         return_logprob: also compute the token's log-probability.
         path: the path to take; None for the one that the table of the ``Head`` has as the fastest; without a ``Head``,

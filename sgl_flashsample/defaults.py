@@ -44,7 +44,7 @@ MAX_INTERPRETED_WEIGHTS = 2**23  # beyond, reading the head takes seconds; PyTor
 class HeadTraits(NamedTuple):
     """The properties of a head and its device that the built-in choices depend on. family: of the device, or
     ``INTERPRETED``. has_gemm: a GEMM rounds logits as the head requires, and is fast: it takes several times as long
-    where the number of logits in a row is no multiple of 8."""
+    where the number of logits in a row is no multiple of 8, and where the weight has to be converted first."""
 
     family: str
     itemsize: int  # bytes per weight element
@@ -54,11 +54,24 @@ class HeadTraits(NamedTuple):
 
     @classmethod
     def of(cls, head: LMHead) -> HeadTraits:
-        """Raises ValueError on a device without built-in choices."""
+        """Raises ValueError on a device without built-in choices, and on one that cannot convert the weight."""
         weight = head.weight
         family = family_of_device(weight.device)
-        has_gemm = head.gemm_gives_logits and weight.shape[0] % 8 == 0
+        if head.scale is not None and not converts_e4m3(weight.device):
+            raise ValueError(
+                f"weight is {weight.dtype} on {weight.device}; expected a device of compute capability 8.9 or newer"
+            )
+        has_gemm = head.gemm_gives_logits and weight.shape[0] % 8 == 0 and head.scale is None
         return cls(family, weight.element_size(), head.vocab_size, weight.shape[1], has_gemm)
+
+
+@functools.cache
+def converts_e4m3(device: torch.device) -> bool:
+    """Whether kernels on this device can read float8_e4m3fn."""
+    from .kernels.launch import gpu_of
+
+    gpu = gpu_of(device)
+    return gpu is None or gpu.capability >= (8, 9)
 
 
 def family_of(compute_capability: str) -> str | None:

@@ -335,7 +335,8 @@ class Head:
 
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """``hidden @ weight.T``, ``[B, V]``, padding included, before scale, softcap and edits: in ``out``, else in
-        scratch that the next draw may write to. float32 where logits are rounded to another dtype than the weight's."""
+        scratch that the next draw may write to. float32 where logits are rounded to another dtype than that of the
+        hidden states. A quantised weight is converted a part at a time, in memory of its own."""
         workspace = self._parts.workspace or Workspace(1, hidden.device)
         return paths.compute_logits(hidden, self.lm_head, workspace, out=out)
 
@@ -360,6 +361,8 @@ class Head:
             configs |= {config for _, _, config in reading_table(HeadTraits.of(lm_head)).configs_up_to(max_rows)}
         slots = max(paths.slots_for(config, lm_head, max_rows) for config in configs)
         workspace = Workspace(slots, lm_head.weight.device, self._searched)
+        if lm_head.scale is not None:
+            workspace.half_hidden(max_rows, lm_head.weight.shape[1])
         if any(isinstance(config, ReadConfig) for config in configs) or lm_head.shards > 1 or self.table.flashinfer:
             workspace.gemm(max_rows, lm_head.weight.shape[0], paths.gemm_dtype(lm_head))
         self.max_rows, self._searched = max_rows, workspace.searched

@@ -44,6 +44,7 @@ MAX_CHUNK_BYTES = 384_000_000  # of these logits
 # Given ids are read from the head where they are at most one of so many of its rows: a GEMM and the pass over its
 # logits cost more than a tenth of a fused pass, and scattered rows are read slower than rows in order.
 HEAD_ROWS_PER_READ = 32
+CONVERTED_WEIGHTS = 2**25  # of a quantised head, in memory as hidden_dtype at a time
 
 
 class Parts(NamedTuple):
@@ -70,7 +71,7 @@ class Parts(NamedTuple):
 
 def launch(
     config: Config,
-    hidden: torch.Tensor,  # [B, D], the weight's dtype
+    hidden: torch.Tensor,  # [B, D], the head's hidden_dtype
     params: BatchParams,
     parts: Parts,
     *,
@@ -124,13 +125,15 @@ def reads_ids_from_head(config: Config, num_rows: int, head: LMHead, wanted: Wan
     ids = wanted.token_ids
     if wanted.top or ids is None or not wanted.are_of_draw or not isinstance(config, TileConfig):
         return False
+    if head.scale is not None:  # ``head_logprobs`` reads rows without their scale
+        return False
     lists = num_rows if ids.shape[0] == num_rows else cdiv(num_rows, MIN_RESCORED_ROWS)
     return lists * ids.shape[1] * HEAD_ROWS_PER_READ <= head.vocab_size
 
 
 def launch_with_ids(
     config: Config,
-    hidden: torch.Tensor,  # [B, D], the weight's dtype
+    hidden: torch.Tensor,  # [B, D], the head's hidden_dtype
     params: BatchParams,
     parts: Parts,
     wanted: WantedLogprobs,
@@ -148,7 +151,7 @@ def launch_with_ids(
 
 
 def launch_with_logprobs(
-    hidden: torch.Tensor,  # [B, D], the weight's dtype
+    hidden: torch.Tensor,  # [B, D], the head's hidden_dtype
     params: BatchParams,
     parts: Parts,
     wanted: WantedLogprobs,
@@ -197,7 +200,7 @@ def _read_beside(
 
 
 def logprobs_in_chunks(
-    hidden: torch.Tensor,  # [T, D], the weight's dtype
+    hidden: torch.Tensor,  # [T, D], the head's hidden_dtype
     token_ids: torch.Tensor,  # [T] int64
     head: LMHead,
     wanted: WantedLogprobs,
@@ -276,7 +279,7 @@ def unsupported_path(path: SamplingPath, head: LMHead) -> str | None:
     if path is SamplingPath.SCREENED:
         return unsupported_head(head)
     if path is not SamplingPath.FUSED and not head.gemm_gives_logits:
-        return f"its GEMM gives {head.weight.dtype}, the head's logits are {head.rounding}"
+        return f"its GEMM gives {head.hidden_dtype}, the head's logits are {head.rounding}"
     return None
 
 
@@ -291,22 +294,35 @@ def compute_logits(
     hidden: torch.Tensor, head: LMHead, workspace: Workspace, out: torch.Tensor | None = None
 ) -> torch.Tensor:
     """``hidden @ weight.T`` in ``out``, else in the workspace's buffer, padding of the head included; float32 where
-    logits are to be rounded to another dtype than the weight's."""
+    logits are to be rounded to another dtype than that of the hidden states."""
     head.check(hidden)
     logits = out if out is not None else workspace.gemm(hidden.shape[0], head.weight.shape[0], gemm_dtype(head))
     hidden, weight = hidden.detach(), head.weight.detach()
     if is_compiling_only():
         return logits
+    if head.scale is not None:
+        # Converted, the weight has no rounding: the scale comes after the sum, as in the fused pass. A part at a time.
+        size = max(1, CONVERTED_WEIGHTS // weight.shape[1])
+        for start in range(0, weight.shape[0], size):
+            ids = slice(start, start + size)
+            sums = _products(hidden, weight[ids].to(hidden.dtype))
+            torch.mul(sums, head.scale[ids], out=logits[:, ids])
+        return logits
     if head.gemm_gives_logits:
         return torch.mm(hidden, weight.T, out=logits)
+    return _products(hidden, weight, logits)
+
+
+def _products(hidden: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    """``hidden @ weight.T`` in float32."""
     if weight.is_cuda:  # coverage: needs a GPU
-        return torch.mm(hidden, weight.T, out_dtype=torch.float32, out=logits)
-    return torch.mm(hidden.float(), weight.float().T, out=logits)
+        return torch.mm(hidden, weight.T, out_dtype=torch.float32, out=out)
+    return torch.mm(hidden.float(), weight.float().T, out=out)
 
 
 def gemm_dtype(head: LMHead) -> torch.dtype:
     """The dtype of ``compute_logits``."""
-    return head.weight.dtype if head.gemm_gives_logits else torch.float32
+    return head.hidden_dtype if head.gemm_gives_logits else torch.float32
 
 
 def on_device_of(tensor: torch.Tensor) -> contextlib.AbstractContextManager[object]:

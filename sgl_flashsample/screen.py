@@ -143,6 +143,8 @@ class UnwrittenScreen(Screen):
 
 def unsupported_head(head: LMHead) -> str | None:
     """Why the screened path cannot serve ``head``; None where it can."""
+    if head.scale is not None:
+        return f"its weight is {head.weight.dtype}, an INT8 copy is no smaller"
     if head.weight.shape[1] > MAX_HIDDEN:
         return f"its hidden size is {head.weight.shape[1]}, the bound holds up to {MAX_HIDDEN}"
     if head.logit_scale is not None and not 0 < head.logit_scale < math.inf:

@@ -66,8 +66,7 @@ _ACCUMULATOR_ERROR = 2.0**-23
 def first_ids(head: LMHead, most: int) -> LMHead:
     """``head`` cut to about ``most`` ids; its last group is as full as the whole vocabulary's, which decides how a
     reader is compiled."""
-    size = min(head.vocab_size, most // GROUP_SIZE * GROUP_SIZE + head.vocab_size % GROUP_SIZE)
-    return LMHead(head.weight[:size], head.spec, vocab_size=size)
+    return head.first(min(head.vocab_size, most // GROUP_SIZE * GROUP_SIZE + head.vocab_size % GROUP_SIZE))
 
 
 def compile_ahead(heads: Sequence[Parts], max_rows: int, table: DispatchTable, *, bool_masks: bool = False) -> None:
@@ -93,7 +92,7 @@ def compile_ahead(heads: Sequence[Parts], max_rows: int, table: DispatchTable, *
                     for return_logprob in (False,) if kind.screen else (False, True):
                         for masks in _masks_of(kind, bool_masks):
                             launch_once(parts, config, kind, return_logprob, **masks)
-            launch_row_table(heads[0].lm_head.weight)
+            launch_row_table(heads[0].lm_head.weight[:1].to(heads[0].lm_head.hidden_dtype))
             if heads[0].lm_head.shards == 1:
                 for kind in dict.fromkeys(kind.unscreened._replace(greedy=False) for kind in BATCH_KINDS):
                     for masks in _masks_of(kind, bool_masks):
@@ -125,7 +124,8 @@ def launch_logprobs_once(parts: Parts, kind: BatchKind, **masks: bool) -> None:
     counts, ids = torch.zeros_like(params.seed, dtype=torch.int32), params.seed[:, None]
     for k in COMPILED_TOP_LOGPROBS:
         launch_with_logprobs(hidden, params, parts, WantedLogprobs(k, counts, ids))
-    head_logprobs(hidden, parts.lm_head, ids, hidden.new_zeros(1, 2, dtype=torch.float32), params)
+    if parts.lm_head.scale is None:
+        head_logprobs(hidden, parts.lm_head, ids, hidden.new_zeros(1, 2, dtype=torch.float32), params)
     if kind == PLAIN:
         for k in (0, *COMPILED_TOP_LOGPROBS):
             logprobs_in_chunks(hidden, params.seed, parts.lm_head, WantedLogprobs(k), 1)
@@ -146,7 +146,7 @@ def one_row(
         edits_of_every_kind(row, head, bool_mask=bool_mask, only_mask=only_mask)[0] if kind.edit else None,
         all_greedy=kind.greedy,
     )
-    return torch.zeros(1, weight.shape[1], dtype=weight.dtype, device=weight.device), params
+    return torch.zeros(1, weight.shape[1], dtype=head.hidden_dtype, device=weight.device), params
 
 
 def launch_row_table(weight: torch.Tensor) -> None:
@@ -424,9 +424,10 @@ def _hidden(head: LMHead, num_rows: int) -> torch.Tensor:
     """Hidden states that give logits of a usual size."""
     weight = head.weight
     generator = torch.Generator(weight.device).manual_seed(1)
-    spread = weight[:CHUNK_IDS].float().norm(dim=1).mean().clamp(min=1e-6)
+    lengths = weight[:CHUNK_IDS].float().norm(dim=1)
+    spread = (lengths if head.scale is None else lengths * head.scale[:CHUNK_IDS]).mean().clamp(min=1e-6)
     hidden = torch.randn(num_rows, weight.shape[1], generator=generator, device=weight.device)
-    return (hidden * (3.0 / spread)).to(weight.dtype)
+    return (hidden * (3.0 / spread)).to(head.hidden_dtype)
 
 
 def _logits(hidden: torch.Tensor, head: LMHead, perturb: float) -> torch.Tensor:
@@ -435,6 +436,7 @@ def _logits(hidden: torch.Tensor, head: LMHead, perturb: float) -> torch.Tensor:
             logits_ref(
                 hidden,
                 head.weight[start : start + CHUNK_IDS],
+                scale=None if head.scale is None else head.scale[start : start + CHUNK_IDS],
                 logit_scale=head.logit_scale,
                 softcap=head.softcap,
                 logits_dtype=head.rounding,

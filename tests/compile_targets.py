@@ -41,7 +41,9 @@ except ImportError:  # a bare checkout, as in conftest.py
 
     sgl_flashsample.__path__.append(sys.path[0])
 
-FAMILIES = {80: "sm80", 90: "sm90", 100: "sm100"}
+FAMILIES = {80: "sm80", 89: "sm80", 90: "sm90", 100: "sm100"}
+# Bytes per weight element of the heads that each capability is compiled for: float8_e4m3fn needs 8.9.
+ITEMSIZES = {80: (2, 4), 89: (1,), 90: (1, 2, 4), 100: (1, 2, 4)}
 MULTIPROCESSORS = 132  # about: it decides how many splits there are, and so how much each leaves behind
 VOCAB, HIDDEN = 151_936, 4096
 
@@ -128,9 +130,10 @@ def loaded_arguments(ttir: str) -> list[str]:
 def built_in_launches(capability: int, choices: str) -> Iterator[tuple[str, Callable[[], Any]]]:
     """A name for, and the launch of, built-in choices of the device's family. choices: "full" for all of them with the
     features they are for; "each" for every kind and every configuration, but not every pair of them, without features;
-    "first" for, of 2-byte heads, the first of each kind and path, but of truncation only with edits."""
+    "first" for, of 2-byte heads, the first of each kind and path, but of truncation only with edits, and the first for
+    plain batches of a quantised head."""
     from sgl_flashsample.defaults import builtin_table, truncation_config
-    from sgl_flashsample.kernels.config import ReadConfig, ScreenConfig
+    from sgl_flashsample.kernels.config import ReadConfig, ScreenConfig, TileConfig
     from sgl_flashsample.kernels.params import LMHead
     from sgl_flashsample.kinds import KIND_NAMES, path_of
     from sgl_flashsample.paths import Parts
@@ -138,21 +141,26 @@ def built_in_launches(capability: int, choices: str) -> Iterator[tuple[str, Call
     from sgl_flashsample.selfcheck import launch_once
 
     family, full, first = FAMILIES[capability], choices == "full", choices == "first"
-    for itemsize in (2,) if first else (2, 4):
-        dtype = torch.bfloat16 if itemsize == 2 else torch.float32
-        head = LMHead(torch.empty(VOCAB, HIDDEN, dtype=dtype))
+    for itemsize in ITEMSIZES[capability]:
+        if first and itemsize == 4:
+            continue
+        dtype = {1: torch.float8_e4m3fn, 2: torch.bfloat16, 4: torch.float32}[itemsize]
+        scale = torch.empty(VOCAB) if itemsize == 1 else None
+        head = LMHead(torch.empty(VOCAB, HIDDEN, dtype=dtype), scale=scale)
         others = {"softcap": dataclasses.replace(head, softcap=30.0)}
         others["ragged"] = dataclasses.replace(head, vocab_size=VOCAB - 1)
         if itemsize == 2:
             others["fp16"] = LMHead(torch.empty(VOCAB, HIDDEN, dtype=torch.float16))
         truncation = truncation_config(family, itemsize, VOCAB)
-        usual_screen = UnwrittenScreen(head, 64)  # 0.6 GB that take a while to clear
+        usual_screen = None if itemsize == 1 else UnwrittenScreen(head, 64)  # 0.6 GB that take a while to clear
         seen: set[Any] = set()
         for entry in builtin_table(family, itemsize).entries:
             config = entry.configuration
             kind = KIND_NAMES[entry.kind].launched(config)
             wanted = {(kind, config)} if full else {(kind, path_of(config))} | (set() if first else {config})
             if wanted <= seen or (first and kind.truncate and not kind.edit):
+                continue
+            if first and itemsize == 1 and (str(kind) != "plain" or not isinstance(config, TileConfig)):
                 continue
             first_of_kind = (kind, path_of(config)) not in seen
             seen |= wanted | {(kind, path_of(config))}
@@ -343,6 +351,13 @@ def variations(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
         yield f"{dtype}", {"dtype": dtype}
     if path != "screened":
         yield "logprobs", {"logprobs": True}
+    if path == "fused":
+        quantised: dict[str, Any] = {"dtype": torch.float8_e4m3fn}
+        for where in ("weight", "hidden"):
+            for offset, gap in ((0, 0), (1, 0), (0, 16), (0, 3)):
+                yield f"quantised, {where} {offset} {gap}", quantised | {where: {"offset": offset, "gap": gap}}
+        yield "quantised, scale at an odd address", quantised | {"scale": {"offset": 1}}
+        yield "quantised, float16", quantised | {"head": {"hidden_dtype": torch.float16}}
 
 
 def launch_variation(path: str, kind: str, config: Any, change: dict[str, Any]) -> None:
@@ -354,9 +369,11 @@ def launch_variation(path: str, kind: str, config: Any, change: dict[str, Any]) 
 
     num_rows, dtype = change.get("num_rows", 3), change.get("dtype", torch.bfloat16)
     options = change.get("head", {})
-    weight = at(torch.ones(400, 64, dtype=dtype), **change.get("weight", {}))
+    weight = at(torch.ones(400, 64).to(dtype), **change.get("weight", {}))
     if "truncate" in kind and "vocab_start" in options:
         return
+    if dtype is torch.float8_e4m3fn:
+        options = options | {"scale": at(torch.ones(400), **change.get("scale", {}))}
     head = LMHead(weight, **options)
     width = head.spec.vocab_end
 
@@ -389,7 +406,7 @@ def launch_variation(path: str, kind: str, config: Any, change: dict[str, Any]) 
         edits,
         all_greedy=kind == "greedy",
     )
-    hidden = at(torch.ones(num_rows, 64, dtype=dtype), **change.get("hidden", {}))
+    hidden = at(torch.ones(num_rows, 64, dtype=head.hidden_dtype), **change.get("hidden", {}))
     if path == "screened":
         screened_sample(hidden, head, Int8Head(head), params, config)
     elif path == "logits":

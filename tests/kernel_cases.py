@@ -29,6 +29,7 @@ from sgl_flashsample.kernels.params import (
 )
 from sgl_flashsample.kernels.reference import (
     Reference,
+    dequantize_ref,
     edit_logits_ref,
     logits_ref,
     sample_ref,
@@ -100,8 +101,8 @@ class Case:
 
     @functools.cached_property
     def raw(self) -> torch.Tensor:
-        dots = self.hidden.double() @ self.head.weight.double().T
-        dtype = self.head.weight.dtype if self.head.gemm_gives_logits else torch.float32
+        dots = self.hidden.double() @ dequantize_ref(self.head.weight, self.head.scale).T
+        dtype = self.head.hidden_dtype if self.head.gemm_gives_logits else torch.float32
         rows = torch.full((len(dots), dots.shape[1] + 3), float("nan"), dtype=dtype, device=dots.device)
         rows[:, : dots.shape[1]] = dots
         return rows[:, : dots.shape[1]]
@@ -112,6 +113,7 @@ class Case:
         logits = logits_ref(
             self.hidden,
             head.weight[: head.vocab_size],
+            scale=None if head.scale is None else head.scale[: head.vocab_size],
             logit_scale=head.logit_scale,
             softcap=head.softcap,
             logits_dtype=head.rounding,
@@ -171,16 +173,20 @@ def make_case(
 ) -> Case:
     """A batch of this kind. Its dot products are exact in every order of summation and in every dtype. Logits have a
     deviation of about 2.5, with ties in 2-byte dtypes. padding: rows behind the
-    vocabulary whose logits would win."""
+    vocabulary whose logits would win. dtype: the weight's; rows of a float8_e4m3fn one have scales of three bits, and
+    hidden states are bfloat16 unless ``hidden_dtype`` says otherwise."""
     g = torch.Generator().manual_seed(seed + vocab)
-    steps = {torch.float32: 256, torch.float16: 32, torch.bfloat16: 4}[dtype]
-    states = torch.randint(-2, 3, (num_rows, hidden), generator=g).to(dtype)
+    steps = {torch.float32: 256, torch.float16: 32, torch.bfloat16: 4, torch.float8_e4m3fn: 16}[dtype]
+    states = torch.randint(-2, 3, (num_rows, hidden), generator=g).float()
     most = max(1, round(0.55 * steps))
-    weight = (torch.randint(-most, most + 1, (vocab + padding, hidden), generator=g) / steps).to(dtype)
+    weight = torch.randint(-most, most + 1, (vocab + padding, hidden), generator=g) / steps
     weight[vocab:] *= 8
-    head = LMHead(weight.to(device), vocab_size=vocab, **head_options)
+    if dtype is torch.float8_e4m3fn:
+        scale = torch.randint(4, 8, (vocab + padding,), generator=g) / 256
+        weight, head_options["scale"] = weight * 64, scale.to(device)
+    head = LMHead(weight.to(dtype).to(device), vocab_size=vocab, **head_options)
     params = make_params(num_rows, head.spec, device, kind, seed)
-    return Case(states.to(device), head, params)
+    return Case(states.to(head.hidden_dtype).to(device), head, params)
 
 
 def rounding_case(num_rows: int, vocab: int, device: torch.device, dtype: torch.dtype, hidden: int = 80) -> Case:

@@ -205,7 +205,7 @@ def stage_bytes(config: TileConfig | ScreenConfig, itemsize: int) -> tuple[int, 
     """Shared memory of one stage of the pipeline: of the fused pass, 0; of the pass over a screen, whose elements are
     bytes, and of its rescoring."""
     if isinstance(config, TileConfig):
-        return (config.block_v + config.block_b) * config.block_d * itemsize, 0
+        return (config.block_v * itemsize + config.block_b * max(2, itemsize)) * config.block_d, 0
     rescored = (config.rescore_v + max(MIN_RESCORED_ROWS, config.block_b)) * config.rescore_d
     return (config.block_v + config.block_b * LIMBS) * config.block_d, rescored * itemsize
 
@@ -345,11 +345,11 @@ def device_of(device: torch.device) -> Device:
 
 
 def head_shape_of(head: LMHead) -> HeadShape | None:
-    """``head`` as tables name it. None for a head whose logits are kept in another dtype than the weight's: no table is
-    measured for one."""
+    """``head`` as tables name it. None for a head whose logits are kept in another dtype than the hidden states: no
+    table is measured for one."""
     import torch
 
-    names = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+    names = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float8_e4m3fn: "e4m3"}
     weight = head.weight
     if not head.gemm_gives_logits:
         return None

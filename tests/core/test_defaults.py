@@ -29,7 +29,7 @@ from sgl_flashsample.kinds import BATCH_KINDS, CONFIGS, KIND_NAMES, PLAIN, Sampl
 from sgl_flashsample.tables.lookup import load_table, unsupported_config
 from sgl_flashsample.tables.schema import Device
 
-TABLES = [(family, itemsize) for family in ("sm80", "sm90", "sm100") for itemsize in (2, 4)]
+TABLES = [(family, itemsize) for family in ("sm80", "sm90", "sm100") for itemsize in (1, 2, 4)]
 SIZES = (1, 2, 8, 9, 16, 17, 32, 33, 48, 64, 65, 128, 129, 512, 513, 5000)
 # The device with the smallest shared memory of each family.
 DEVICES = {
@@ -52,12 +52,14 @@ def test_every_batch_has_a_choice_on_every_path_that_can_run_on_the_device(famil
                 chosen = default_config(head, rows, kind)
                 assert kind.screen or not isinstance(chosen, ScreenConfig)
                 assert has_gemm or not isinstance(chosen, ReadConfig), "nobody writes such a head's logits"
-                on_paths = {path: default_config_on(head, path, rows, kind) for path in CONFIGS}
+                # A quantised head is not screened.
+                served = [path for path in CONFIGS if itemsize > 1 or path is not SamplingPath.SCREENED]
+                on_paths = {path: default_config_on(head, path, rows, kind) for path in served}
                 assert all(isinstance(config, CONFIGS[path]) for path, config in on_paths.items())
                 assert on_paths[path_of(chosen)] == chosen
                 for path, config in on_paths.items() if family in DEVICES else ():
                     on_path = kind._replace(screen=path is SamplingPath.SCREENED)
-                    dtype = {2: "bf16", 4: "fp32"}[itemsize]
+                    dtype = {1: "e4m3", 2: "bf16", 4: "fp32"}[itemsize]
                     assert unsupported_config(config, DEVICES[family], dtype, on_path) is None
 
 

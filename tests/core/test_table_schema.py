@@ -154,7 +154,7 @@ WRONG = [
     ("device.sms", 2**17, "Expected `int` <= 65536 - at `$.device.sms`"),
     ("device.smem_optin", ..., "missing required field `smem_optin` - at `$.device`"),
     ("head.vocab", 0, "Expected `int` >= 1 - at `$.head.vocab`"),
-    ("head.dtype", "int8", "dtype is 'int8'; expected one of bf16, fp16, fp32"),
+    ("head.dtype", "int8", "dtype is 'int8'; expected one of bf16, fp16, fp32, e4m3"),
     ("env", {"x": "y" * 301}, "env.x is no text"),
     ("env", {str(number): "" for number in range(65)}, "$.env"),
     ("measure", {"a": {"b": {"c": {"d": 1}}}}, "measure.a.b.c is nested too deeply"),

@@ -56,6 +56,68 @@ def test_a_bad_head_is_refused_by_name(options, message):
         LMHead(**({"weight": torch.zeros(10, 4)} | options))
 
 
+E4M3 = torch.zeros(10, 4).to(torch.float8_e4m3fn)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"scale": None}, r"scale is None; expected contiguous \[10\] float32, one number per row"),
+        ({"scale": 0.5}, r"scale is a float; expected contiguous \[10\] float32"),
+        ({"scale": torch.ones(10, 1)}, r"scale is \(10, 1\) torch.float32 .*; expected contiguous \[10\] float32"),
+        ({"scale": torch.ones(2, 2)}, r"scale is \(2, 2\) .*; expected contiguous \[10\] float32"),
+        ({"scale": torch.ones(9)}, r"scale is \(9,\) .*; expected contiguous \[10\] float32"),
+        ({"scale": torch.ones(20)[::2]}, r"scale is \(10,\) .* strides \(2,\); expected contiguous"),
+        ({"scale": torch.ones(10).bfloat16()}, r"scale is \(10,\) torch.bfloat16 .*; expected .* float32"),
+        ({"scale": torch.ones(10, device="meta")}, "scale is on meta; expected it on the weight's cpu"),
+        ({"weight": E4M3.to(torch.float8_e5m2)}, r"weight is \(10, 4\) torch.float8_e5m2; expected .*float8_e4m3fn"),
+        ({"weight": E4M3.view(torch.int8)}, r"weight is \(10, 4\) torch.int8; expected .*float8_e4m3fn with a scale"),
+        ({"weight": E4M3.float()}, "scale is given with a torch.float32 weight; expected None, or float8_e4m3fn"),
+        (
+            {"weight": torch.zeros(4, 10).to(torch.float8_e4m3fn).T},
+            "weight has strides .*; expected rows that are cont",
+        ),
+        ({"hidden_dtype": torch.float32}, "hidden_dtype is torch.float32; expected bfloat16 or float16"),
+        ({"module": torch.nn.Linear(4, 10)}, "module is a Linear; expected None with a scale"),
+    ],
+)
+def test_a_bad_quantised_head_is_refused_by_name(options, message):
+    with pytest.raises(ValueError, match=message):
+        LMHead(**({"weight": E4M3, "scale": torch.ones(10)} | options))
+
+
+def test_another_dtype_of_hidden_states_than_the_weights_is_refused():
+    with pytest.raises(ValueError, match=r"hidden_dtype is torch.float16; expected None or the weight's torch.float32"):
+        LMHead(torch.zeros(10, 4), hidden_dtype=torch.float16)
+
+
+@pytest.mark.parametrize("one", [torch.tensor(0.5), torch.tensor([0.5])])
+def test_one_number_is_the_scale_of_all_rows(one):
+    head = LMHead(E4M3, scale=one)
+    assert torch.equal(head.scale, torch.full((10,), 0.5))
+    assert head.hidden_dtype is head.rounding is torch.bfloat16
+
+
+def test_a_quantised_head_keeps_its_scale_in_every_head_that_is_made_of_it():
+    scale = torch.arange(1.0, 11.0)
+    head = LMHead(E4M3.clone(), scale=scale, hidden_dtype=torch.float16)
+    assert head.current is head and head.scale is scale and head.rounding is torch.float16
+    head.check(torch.zeros(1, 4, dtype=torch.float16))
+    with pytest.raises(ValueError, match=r"hidden is .*bfloat16; expected \[B, 4\] torch.float16"):
+        head.check(torch.zeros(1, 4, dtype=torch.bfloat16))
+    head.weight.data = head.weight.data.clone()
+    for other in (
+        head.current,
+        dataclasses.replace(head, softcap=3.0),
+        LMHead.of_rank(head.weight, 0, 1, 9, scale=scale),
+    ):
+        assert other is not head and other.scale is scale
+    assert head.current.hidden_dtype is torch.float16
+    assert torch.equal(head.first(3).scale, scale[:3]) and head.first(3).hidden_dtype is torch.float16
+    scale.data = scale.data.clone()
+    assert head.current._place[-1] == scale.data_ptr(), "a scale in another place"
+
+
 @pytest.mark.parametrize(
     "width, num_ranks, vocab, sizes",
     [
