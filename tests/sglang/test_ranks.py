@@ -238,6 +238,8 @@ def test_an_error_in_a_hook_of_a_step_ends_a_rank_that_shares_its_head(shared):
 @pytest.mark.parametrize("error, everywhere", [(AttributeError, True), (RuntimeError, False)])
 def test_a_grammar_that_only_this_rank_cannot_read_ends_it(shared, error, everywhere):
     class Info:
+        grammars = None
+
         def update_regex_vocab_mask(self) -> None:
             raise error("a fault")
 
@@ -251,6 +253,8 @@ def test_a_grammar_that_only_this_rank_cannot_read_ends_it(shared, error, everyw
 
 def test_no_memory_for_a_mask_is_no_error_of_its_grammar():
     class Info:
+        grammars = None
+
         def update_regex_vocab_mask(self) -> None:
             raise torch.OutOfMemoryError("no memory")
 
