@@ -267,9 +267,11 @@ def logprob_launches(choices: str) -> Iterator[tuple[str, Callable[[], Any]]]:
 
 
 def resources(capability: int, choices: str) -> list[dict]:
+    """Those of every launch; of draws alone where only quantised heads are compiled for the device."""
+    beside = launches_beside_a_draw(choices) if ITEMSIZES[capability] != (1,) else ()
     return [
         dataclasses.asdict(used)
-        for name, launch in itertools.chain(built_in_launches(capability, choices), launches_beside_a_draw(choices))
+        for name, launch in itertools.chain(built_in_launches(capability, choices), beside)
         for used in compiled_by(name, launch)
     ]
 

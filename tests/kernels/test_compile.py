@@ -36,14 +36,9 @@ EVERYWHERE |= {"summarize_logits_kernel", "top_logprobs_kernel"}
 EVERYWHERE |= {"gather_logprobs_kernel", "head_logprobs_kernel", "pack_logprobs_kernel", "merge_logprobs_kernel"}
 
 
-SCREENED = {"quantize_hidden_kernel", "screen_head_kernel", "list_groups_kernel", "rescore_groups_kernel"}
-SCREENED |= {
-    "bound_truncated_kernel",
-    "list_ids_kernel",
-    "read_ids_kernel",
-    "read_groups_kernel",
-    "draw_rescored_kernel",
-}
+# A GPU before 8.9 reads no float8_e4m3fn; for 8.9 only the draws from such heads are compiled.
+QUANTISED = {"scale_hidden_kernel", "lm_head_sample_kernel", "reduce_splits_kernel", "sample_logits_kernel"}
+QUANTISED |= {"sample_truncated_kernel", "search_truncated_kernel"}
 
 
 def printed_by(*arguments: object, path: str = ""):
@@ -58,9 +53,8 @@ def printed_by(*arguments: object, path: str = ""):
 
 
 def assert_fits(resources: list[dict], capability: int, kinds: tuple[str, ...]) -> None:
-    # A GPU before 8.9 reads no float8_e4m3fn, the only one that is compiled for 8.9 here.
-    left_out = {80: {"scale_hidden_kernel"}, 89: SCREENED}.get(capability, set())
-    assert {used["kernel"] for used in resources} == EVERYWHERE - left_out
+    expected = {80: EVERYWHERE - {"scale_hidden_kernel"}, 89: QUANTISED}.get(capability, EVERYWHERE)
+    assert {used["kernel"] for used in resources} == expected
     for kind in kinds:
         for path, suffix in (("fused", ""), ("logits", ""), ("screened", "+screen"))[: 2 if capability == 89 else 3]:
             assert any(used["launch"].startswith(f"{path}, {kind}{suffix}, ") for used in resources), (path, kind)
