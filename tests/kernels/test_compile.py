@@ -25,7 +25,7 @@ SPILLS |= {"rescore_groups_kernel": 16, "read_groups_kernel": 16}
 # of sm100 were never measured.
 SPILLS_ON = {80: {"sample_logits_kernel": 8, "summarize_logits_kernel": 8}, 90: {"read_ids_kernel": 8}}
 SPILLS_ON |= {100: {"lm_head_sample_kernel": 16, "sample_logits_kernel": 16, "screen_head_kernel": 8}}
-SPILLS_ON[100]["top_logprobs_kernel"] = 16
+SPILLS_ON[100] |= {"top_logprobs_kernel": 16, "rescore_groups_kernel": 24}
 EVERYWHERE = {"lm_head_sample_kernel", "sample_logits_kernel", "sample_truncated_kernel", "search_truncated_kernel"}
 EVERYWHERE |= {"quantize_hidden_kernel", "screen_head_kernel", "list_groups_kernel", "rescore_groups_kernel"}
 EVERYWHERE |= {"bound_truncated_kernel", "list_ids_kernel", "read_ids_kernel", "read_groups_kernel"}

@@ -585,7 +585,7 @@ def test_moving_traffic_to_real_servers_has_rows_of_every_kind_of_cell(dry_run, 
     ] * 2
     for stock, ours in zip(rows[::2], rows[1::2], strict=True):
         assert (stock["backend"], ours["backend"]) == ("stock", "flashsample")
-        assert stock.keys() - {"run"} == fields and ours.keys() - {"run"} == {*fields, "ratio"}
+        assert stock.keys() - {"run"} == fields and ours.keys() - {"run"} == {*fields, "ratio", "itl_ratio"}
         assert min(stock["tokens_s"], ours["tokens_s"], ours["host_us"]) > 0 and stock["host_us"] is None
     assert [row["ratio"]["windows"] >= 4 for row in rows[1::2]] == [True, True, False]
     assert result["env"]["poisson_requests_s"]["tiny mix"] > 0
