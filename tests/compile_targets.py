@@ -267,7 +267,7 @@ def logprob_launches(choices: str) -> Iterator[tuple[str, Callable[[], Any]]]:
 
 
 def resources(capability: int, choices: str) -> list[dict]:
-    """Those of every launch; of draws alone where only quantised heads are compiled for the device."""
+    """Each launch's resources; draws alone where only quantised heads are compiled for the device."""
     beside = launches_beside_a_draw(choices) if ITEMSIZES[capability] != (1,) else ()
     return [
         dataclasses.asdict(used)

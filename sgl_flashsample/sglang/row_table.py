@@ -260,7 +260,7 @@ def _kind_of(request: Any, custom_processors: bool) -> int:
         params.logit_bias is None,
         getattr(request, "grammar", None) is None,
         given_seed(params) is None,
-        # Those of ``native_reason``:
+        # ``native_reason`` looks at the next three.
         bool(custom_processors and request.custom_logit_processor),
         getattr(request, "return_sampling_mask", False),
         getattr(params, "beam_width", None),

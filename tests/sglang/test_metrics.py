@@ -217,7 +217,7 @@ def test_the_host_time_of_a_step_has_none_of_sglangs_own_grammars_and_penalties(
     assert clock[0] > 140, "SGLang's own code ran, with a clock that only it moves"
     assert prometheus("host_seconds_sum") == 0 and prometheus("host_seconds_count") == (0 if how == "fails" else 12)
     assert (capture.replays > 0) is (how == "replayed")
-    # What a batch of SGLang's sampler has left is not taken off the next batch.
+    # A batch of SGLang's sampler leaves seconds behind, which are not taken off the next batch.
     server.take([{}, {}])
     monkeypatch.setattr(server.sampler, "_route", lambda *args, route=server.sampler._route: _late(clock, route(*args)))
     server.step()
