@@ -41,8 +41,7 @@ from .screen import Screen, unsupported_head
 
 MAX_CHUNK_ROWS = 1024  # of a prompt, whose logits are in memory at a time
 MAX_CHUNK_BYTES = 384_000_000  # of these logits
-# Given ids are read from the head where they are at most one of so many of its rows: a GEMM and the pass over its
-# logits cost more than a tenth of a fused pass, and scattered rows are read slower than rows in order.
+# Given ids are read from the head where they are at most one of so many of its rows: 3 % of a fused pass's bytes.
 HEAD_ROWS_PER_READ = 32
 CONVERTED_WEIGHTS = 2**25  # of a quantised head, in memory as hidden_dtype at a time
 

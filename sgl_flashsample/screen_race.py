@@ -30,7 +30,7 @@ from .selfcheck import CHUNK_IDS, edits_of_every_kind
 from .tables.lookup import bucket_for, ranges_of
 
 # Smaller heads are read from memory in less time than the launches of a screen take, and stay in the cache of a large
-# GPU in part: a screened batch of 16,032 x 8,192 took 122 µs or more on an H200 where the fused pass took 68.
+# GPU in part.
 MIN_HEAD_BYTES = 250_000_000
 SIZES = (1, 2, 4, 8, 16, 32, 64)
 # Rows of the largest batch that is raced, by kind. Larger truncated batches leave most of the head to rescore, and

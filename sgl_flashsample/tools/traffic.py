@@ -139,9 +139,9 @@ class TrafficCell:
     @property
     def gap_ratios(self) -> dict[int, Ratio]:
         """Percentiles of the times between tokens, ours over stock's, minus 1, by pairs of windows; empty with fewer
-        than two pairs."""
-        stock, ours = ([window.gaps for window in windows if window.gaps] for windows in self.windows.values())
-        pairs = list(zip(ours, stock, strict=False))
+        than two pairs in which both servers have such times, above 0."""
+        stock, ours = ([window.gaps for window in windows] for windows in self.windows.values())
+        pairs = [pair for pair in zip(ours, stock, strict=False) if all(gaps and min(gaps) > 0 for gaps in pair)]
         if len(pairs) < 2:
             return {}
         return {

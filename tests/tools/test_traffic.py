@@ -140,9 +140,16 @@ def test_percentiles_of_gaps_have_the_interval_of_their_pairs_of_windows():
         assert got["of"] == pytest.approx(math.exp(np.mean(ours) - np.mean(stock)), abs=1e-4)
 
 
-def test_gaps_of_fewer_than_two_pairs_of_windows_have_no_interval():
-    windows = [traffic.Window(1000.0, (4.0, 50.0), ()), traffic.Window(1000.0, (), ())]
-    assert traffic.TrafficCell(POISSON, {STOCK: windows, OURS: windows}, {}).rows()[1]["itl_ratio"] == {}
+@pytest.mark.parametrize("missing", [(), (0.0, 50.0)], ids=["no gaps", "a gap of 0"])
+def test_a_pair_of_windows_counts_for_gaps_where_both_servers_have_them(missing):
+    def windows(*gaps: tuple[float, ...]) -> list[traffic.Window]:
+        return [traffic.Window(1000.0, each, ()) for each in gaps]
+
+    sides = {STOCK: windows(missing, (4.0, 50.0), (5.0, 60.0)), OURS: windows((9.0, 9.0), (2.0, 25.0), (2.5, 30.0))}
+    row = traffic.TrafficCell(POISSON, sides, {}).rows()[1]
+    assert [row["itl_ratio"][name]["of"] for name in ("p50", "p99")] == [0.5, 0.5]
+    sides = {STOCK: windows(missing, (4.0, 50.0)), OURS: windows((9.0, 9.0), (2.0, 25.0))}
+    assert traffic.TrafficCell(POISSON, sides, {}).rows()[1]["itl_ratio"] == {}
 
 
 def curve_of(speeds: list[float], segment: float, before: float, after: float = 0.0) -> traffic.Curve:
