@@ -43,6 +43,13 @@ def place(request, device, monkeypatch) -> torch.device:
     return torch.device("cpu")
 
 
+@pytest.fixture
+def merging(place, device) -> None:
+    """Kernels merge what ranks have drawn, also where they draw in host memory."""
+    if place.type != device.type:
+        pytest.skip("no kernel reads host memory here")
+
+
 def some_ids(num_rows: int, num_ids: int, vocab: int, device: torch.device) -> torch.Tensor:
     """Given ids, the first one twice, the last one unused."""
     ids = torch.randint(vocab, (num_rows, num_ids), generator=torch.Generator().manual_seed(num_ids))
@@ -329,6 +336,7 @@ def assert_by_ranks(case: Case, num_ranks: int, wanted: WantedLogprobs) -> None:
 @pytest.mark.parametrize("original", [False, True], ids=["at temperature", "original"])
 @pytest.mark.parametrize("num_ranks, vocab", [(2, 515), (4, 601), (8, 33)])
 @pytest.mark.parametrize("kind", ["plain", "edit"])
+@pytest.mark.usefixtures("merging")
 def test_ranks_have_the_token_and_the_logprobs_of_the_whole_vocabulary(place, kind, num_ranks, vocab, original):
     """Three of eight ranks hold the 33 ids, 16, 16 and 1 of them; the other five hold none."""
     case = make_case(5, vocab, place, kind, torch.float32, padding=5)
@@ -337,6 +345,7 @@ def test_ranks_have_the_token_and_the_logprobs_of_the_whole_vocabulary(place, ki
 
 
 @pytest.mark.parametrize("wanted", [WantedLogprobs(), WantedLogprobs(3), WantedLogprobs(original=True)], ids=str)
+@pytest.mark.usefixtures("merging")
 def test_ranks_may_be_asked_for_less(place, wanted):
     assert_by_ranks(make_case(3, 131, place), 2, wanted)
     ids = some_ids(1, 9, 131, place)
@@ -369,6 +378,7 @@ def equal_rows(device: torch.device) -> Case:
     return case.with_params(edits=LogitEdits(mask=pack_bits(allowed)))
 
 
+@pytest.mark.usefixtures("merging")
 def test_ties_between_ranks_go_to_the_smaller_id_and_forbidden_ids_are_those_of_no_rank(place):
     case = equal_rows(place)
     wanted = WantedLogprobs(128, token_ids=torch.tensor([[0, 150, 159, -1]], device=place))
@@ -383,6 +393,7 @@ def test_ties_between_ranks_go_to_the_smaller_id_and_forbidden_ids_are_those_of_
 @pytest.mark.slow
 @pytest.mark.parametrize("original", [False, True], ids=["at temperature", "original"])
 @pytest.mark.parametrize("kind", ["truncate", "edit+truncate"])
+@pytest.mark.usefixtures("merging")
 def test_ranks_that_draw_some_rows_each_have_the_tokens_and_logprobs_of_one_that_draws_all(place, kind, original):
     """Two ranks draw the five rows, two and three of them; the third rank draws none."""
     case = make_case(5, 131, place, kind)
@@ -404,6 +415,7 @@ def test_ranks_that_draw_some_rows_each_have_the_tokens_and_logprobs_of_one_that
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.usefixtures("merging")
 def test_ranks_have_the_logprobs_of_a_prompt_of_the_whole_vocabulary(place, num_ranks):
     case = make_case(7, 515, place, padding=5)
     tokens = some_ids(7, 3, 515, place)[:, 0].contiguous()

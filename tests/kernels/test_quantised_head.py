@@ -241,9 +241,11 @@ def test_a_captured_graph_replays_the_same_tokens_and_follows_its_inputs(device,
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = draw("fused", case, workspace=workspace)
+    changed = False
     for step, sign in itertools.product(range(2), (1, -1)):
         case.hidden.mul_(sign)
         case.params.position.add_(step)
         graph.replay()
         assert torch.equal(captured.token_ids, draw("fused", case, workspace=workspace).token_ids)
-    assert kind == "greedy" or not torch.equal(captured.token_ids, eager.token_ids)
+        changed |= not torch.equal(captured.token_ids, eager.token_ids)
+    assert changed

@@ -25,7 +25,7 @@ from head_states import (
     step_of,
     weights,
 )
-from sglang_batches import request
+from sglang_batches import ScheduleBatch, request, sampling_info
 
 from sgl_flashsample.sglang import logits_graphs
 from sgl_flashsample.sglang.batch import DrawKind
@@ -302,7 +302,7 @@ def test_sglang_computes_the_same_logits_into_the_memory_of_its_graphs(runners, 
     assert native.replays == 2 and logits.data_ptr() == native.sglang.place.data_ptr()
 
 
-def test_a_batch_of_custom_processors_gets_stocks_tokens_from_replayed_logits(runners, info_of, pretend_gpu):
+def test_a_batch_of_custom_processors_gets_stocks_tokens_from_replayed_logits(runners, pretend_gpu):
     """SGLang's sampler changes them in place, at every step."""
     from sglang.srt.sampling.custom_logit_processor import DisallowedTokensLogitsProcessor
 
@@ -312,7 +312,8 @@ def test_a_batch_of_custom_processors_gets_stocks_tokens_from_replayed_logits(ru
     native.sglang_captures(4)
     processor = DisallowedTokensLogitsProcessor.to_str()
     rows = [request(f"r{row}", processor, temperature=0, custom_params={"token_ids": [3]}) for row in range(3)]
-    infos = [info_of(rows) for _ in range(2)]
+    batches = [ScheduleBatch(rows, CPU) for _ in range(2)]  # penalizers refer to them weakly
+    infos = [sampling_info(batch) for batch in batches]
     for _ in range(PATIENCE + 3):
         output = native.outputs[4]
         output.hidden.copy_(torch.randn(output.hidden.shape))
