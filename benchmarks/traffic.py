@@ -10,8 +10,8 @@ with seeds in half of them; JSON is constrained by the tokenizer that is generat
 
 Both servers are up and one answers at a time, in windows of ``--window`` seconds in the order stock, ours, ours, stock;
 the other one's processes are stopped meanwhile. Closed loops are compared by equal work: the tokens that both servers
-answered are cut into equal segments, of about 2 s, and each is a pair of running times. ``tokens_s`` is the compared
-tokens over their time. Poisson arrivals are compared by pairs of windows, and ``tokens_s`` is their median.
+answered within windows are cut into equal segments, of about 2 s, and each is a pair of running times. ``tokens_s`` is
+the compared tokens over their time. Poisson arrivals are compared by pairs of windows; ``tokens_s`` is their median.
 ``ratio.windows`` and ``ratio.segments`` count both (0 segments where windows are compared). A cell ends when the 99 %
 interval of the ratio of tokens per second is 2 % wide, and after ``--seconds`` at the latest. Clients run on a quarter
 of the cores and servers on the others. Percentiles are medians over windows; gaps are those of requests that stream

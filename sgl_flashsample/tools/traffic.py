@@ -6,9 +6,10 @@ fills or drains. Windows are taken in the order stock, ours, ours, stock. Client
 that no server uses (``traffic_client.py``).
 
 Closed loops are compared by equal work: both servers answer the same requests in the same order, so the same count of
-tokens is the same work. The tokens that both have answered are cut into equal segments, and a pair is the two running
-times of one segment. Two windows of equal time hold different requests, whose prompts and answers differ more than the
-servers do. Poisson arrivals come by time, not as the server answers: their pairs are windows.
+tokens is the same work. The tokens that both have answered within windows are cut into equal segments, and a pair is
+the two running times of one segment. Tokens of the first second after a stop are left out for both servers: requests of
+many clients then wait for prefill. Two windows of equal time hold different requests, whose prompts and answers differ
+more than the servers do. Poisson arrivals come by time, not as the server answers: their pairs are windows.
 """
 
 from __future__ import annotations
@@ -44,9 +45,9 @@ FIGURES = {
     "late_captures": (("late_captures_total",), None, 1.0),
     "late_compiles": (("late_compiles_total",), None, 1.0),
 }
-WINDOW, SETTLE = 3.0, 0.5  # seconds; of a window, and after a server goes on until its window begins
+WINDOW, SETTLE = 6.0, 1.0  # seconds; of a window, and after a server goes on until its window begins
 DECIDED = 0.02  # width of the interval of the ratio at which a cell ends: a difference of 2 % is decided
-LEAST_PAIRS = 4  # of windows, in a cell that is decided
+LEAST_PAIRS = 2  # of windows, in a cell that is decided
 SEGMENT, SHORTEST, LEAST_SEGMENTS = 2.0, 0.5, 4  # seconds of the slower server, about; of the faster one, at least
 FILL = 2.0  # seconds, at least, until a server's first window
 KV_TOKENS = (sum(PROMPTS) + sum(ANSWERS)) // 2 + 16  # of a request, on average and at its end
@@ -72,35 +73,64 @@ class Window(NamedTuple):
 
 class Curve(NamedTuple):
     """The tokens that arrived from one server since its cell began. totals: at the end of each ``TICK`` of running
-    time, from 0 on. filled: those that had arrived when its first window began."""
+    time, from 0 on. windows: running time, in seconds, of the start and the end of each window."""
 
     totals: tuple[float, ...]
-    filled: float
+    windows: tuple[tuple[float, float], ...] = ()
 
     @classmethod
-    def of(cls, processes: Iterable[Sequence[int]], filled: float) -> Curve:
+    def of(cls, processes: Iterable[Sequence[int]], windows: Iterable[tuple[float, float]] = ()) -> Curve:
         """processes: tokens in each tick that each client process saw; the last ticks of some may be missing."""
         ticks = map(sum, zip(*processes, strict=False))
-        return cls(tuple(itertools.accumulate(ticks, initial=0)), filled)
+        return cls(tuple(itertools.accumulate(ticks, initial=0)), tuple(windows))
 
-    def seconds(self, tokens: Sequence[float]) -> list[float]:
+    @property
+    def running(self) -> float:
+        """Seconds that the server has run."""
+        return TICK * (len(self.totals) - 1)
+
+    @property
+    def spans(self) -> list[tuple[float, float]]:
+        """Tokens that had arrived at the start and at the end of each window."""
+        ticks = np.arange(len(self.totals))
+        return [tuple(np.interp(np.divide(window, TICK), ticks, self.totals).tolist()) for window in self.windows]
+
+    def seconds(self, tokens: Any) -> Any:
         """Running time at which so many tokens had arrived, by linear interpolation."""
-        return [TICK * float(tick) for tick in np.interp(tokens, self.totals, np.arange(len(self.totals)))]
+        return TICK * np.interp(tokens, self.totals, np.arange(len(self.totals)))
 
 
 def equal_work(curves: Sequence[Curve]) -> list[list[float]]:
-    """Tokens per second of each server in each segment of the tokens that both answered after both were filled.
-    Segments have equally many tokens. Without ``LEAST_SEGMENTS`` of ``SHORTEST`` seconds each there are none."""
-    first, last = max(curve.filled for curve in curves), min(curve.totals[-1] for curve in curves)
-    if last <= first:
+    """Tokens per second of each server in each segment of the tokens that both answered within windows. Segments have
+    equally many tokens. Without ``LEAST_SEGMENTS`` of ``SHORTEST`` seconds each there are none."""
+    common = _common([curve.spans for curve in curves])
+    if not common:
         return [[] for _ in curves]
-    taken = [end - start for start, end in (curve.seconds((first, last)) for curve in curves)]
+    tokens = np.concatenate([[0.0], np.cumsum([end - start for start, end in common])])
+    # Running time within the common spans alone, at the start of each and at the end of the last.
+    within = [np.concatenate([[0.0], np.cumsum([np.ptp(curve.seconds(span)) for span in common])]) for curve in curves]
+    taken = [float(each[-1]) for each in within]
     number = max(LEAST_SEGMENTS, min(round(max(taken) / SEGMENT), int(min(taken) / SHORTEST)))
     if min(taken) < number * SHORTEST:
         return [[] for _ in curves]
-    bounds = [float(bound) for bound in np.linspace(first, last, number + 1)]
-    seconds = [[end - start for start, end in itertools.pairwise(curve.seconds(bounds))] for curve in curves]
-    return [[(last - first) / number / each for each in mine] for mine in seconds]
+    bounds = np.linspace(0.0, tokens[-1], number + 1)
+    place = np.clip(np.searchsorted(tokens, bounds, side="right") - 1, 0, len(common) - 1)
+    starts = np.array([start for start, _ in common])
+    at = starts[place] + bounds - tokens[place]
+    speeds = []
+    for curve, times in zip(curves, within, strict=True):
+        seconds = times[place] + curve.seconds(at) - curve.seconds(starts[place])
+        speeds.append((tokens[-1] / number / np.diff(seconds)).tolist())
+    return speeds
+
+
+def _common(spans: Sequence[Sequence[tuple[float, float]]]) -> list[tuple[float, float]]:
+    """What lies in a span of each list. Spans of one list are in order, and apart."""
+    common = list(spans[0])
+    for others in spans[1:]:
+        both = [(max(a, c), min(b, d)) for a, b in common for c, d in others]
+        common = [(start, end) for start, end in both if end > start]
+    return common
 
 
 def _percentiles(seconds: Sequence[float]) -> tuple[float, ...]:
@@ -245,7 +275,7 @@ class Side:
     def __init__(self, label: str, server: Server, clients: Clients, stops: bool) -> None:
         self.label, self._server, self._clients, self._stops = label, server, clients, stops
         self._first = self._start = self._last = dict[str, float]()  # counters before the first request and window
-        self._filled = 0.0  # tokens
+        self._windows: list[tuple[float, float]] = []
         self._begun = False
 
     def begin(self, plan: Plan) -> None:
@@ -262,19 +292,20 @@ class Side:
             reports = self._report(0.0, 0.0)
             if waited >= FILL and sum(r.ended for r in reports) >= sum(r.open for r in reports) > 0:
                 break
-        self._filled = self.curve().totals[-1]
         self._start = self._last = counters(self._server.metrics())
 
     def window(self, seconds: float, settle: float = SETTLE) -> Window:
         """Raises ServerError for a request that was not answered as asked."""
+        ran = self.curve().running
         start = time.monotonic() + settle
         time.sleep(settle + seconds)
         window = Window.of(self._report(start, start + seconds), seconds)
+        self._windows.append((ran + settle, ran + settle + seconds))
         self._last = counters(self._server.metrics())
         return window
 
     def curve(self) -> Curve:
-        return Curve.of(self._clients.tell("arrived", self.label), self._filled)
+        return Curve.of(self._clients.tell("arrived", self.label), self._windows)
 
     def _report(self, start: float, end: float) -> list[Report]:
         try:
