@@ -47,7 +47,7 @@ FIGURES = {
 }
 WINDOW, SETTLE = 6.0, 1.0  # seconds; of a window, and after a server goes on until its window begins
 DECIDED = 0.02  # width of the interval of the ratio at which a cell ends: a difference of 2 % is decided
-LEAST_PAIRS = 2  # of windows, in a cell that is decided
+LEAST_PAIRS = 4  # in a cell that is decided
 SEGMENT, SHORTEST, LEAST_SEGMENTS = 2.0, 0.5, 4  # seconds of the slower server, about; of the faster one, at least
 FILL = 2.0  # seconds, at least, until a server's first window
 KV_TOKENS = (sum(PROMPTS) + sum(ANSWERS)) // 2 + 16  # of a request, on average and at its end
@@ -189,8 +189,8 @@ class TrafficCell:
     @property
     def decided(self) -> bool:
         """The interval is narrow enough, wherever it lies: to stop for where it lies would favour a difference."""
-        enough = min(map(len, self.windows.values())) >= LEAST_PAIRS
-        return enough and (ratio := self.ratio) is not None and ratio.high - ratio.low <= DECIDED
+        pairs = len(self.segments.get(OURS, ())) if self.plan.clients else min(map(len, self.windows.values()))
+        return pairs >= LEAST_PAIRS and (ratio := self.ratio) is not None and ratio.high - ratio.low <= DECIDED
 
     def rows(self) -> list[dict[str, Any]]:
         """For a result file, one per server. tokens_s, spread: ``speed``; times are medians of the windows. ratio: of
