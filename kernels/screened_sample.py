@@ -11,7 +11,7 @@ With an error bound b (``int8_head.py``) at temperature t, at most e^(2 b / t) g
 over the noise, whatever the vocabulary and the distribution. Where these are many the answer is late, never wrong; the
 counters of ``ScreenWorkspace`` say how often.
 
-A truncated batch takes some more, and the last two end at once where every row is answered:
+A truncated batch takes some more, and the last four end at once where every row is answered:
 
     bound_truncated   the threshold: a logit below it does not matter to a row's top-k (after screen_head)
     read_groups       logits of the groups that surely reach it
@@ -19,6 +19,8 @@ A truncated batch takes some more, and the last two end at once where every row 
     list_ids          single ids that could still reach it, in a batch of ID_ROWS rows or fewer
     read_ids          logits of these ids: only the groups of those that do reach it are rescored
     draw_rescored     the token (after rescore_groups), where the rescored groups are certain to decide it
+    read_groups       where they are not, for want of the mass of others: those whose mass is known least
+    draw_rescored     the tokens of these rows
     read_groups       all logits of the rows that are left
     search_truncated  their tokens
 """
@@ -88,6 +90,8 @@ def screened_sample(
         read_ids(hidden, head, params, workspace, config)
     output = rescore_groups(hidden, head, params, workspace, config, buffer)
     draw_rescored(output, size, params, workspace, buffer, config, truncation_config)
+    read_groups(hidden, head, params, workspace, config, buffer, RescorePass.CERTAIN_GROUPS)
+    draw_rescored(output, size, params, workspace, buffer, config, truncation_config, again=True)
     read_groups(hidden, head, params, workspace, config, buffer, RescorePass.UNANSWERED_ROWS)
     search_truncated(buffer, params, spec, output, truncation_config)
     return output

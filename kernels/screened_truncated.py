@@ -14,8 +14,10 @@ needs all its logits.
 ``draw_rescored`` draws. Top-k and min-p depend on the rescored groups alone. Top-p is a share of the row's whole mass,
 which the screen knows to within two ends: the tokens allowed under the smallest mass are also allowed under the true
 one, and those under the true one also under the largest. So a token that wins among those of the largest mass, and is
-allowed under the smallest, is the winner. A row without such a token, with more groups than the draw can hold, or whose
-limits reach below what was rescored, is left: its whole head is read, and ``search_truncated`` answers it.
+allowed under the smallest, is the winner. Where the two ends do not decide, the groups whose ends are furthest apart
+are read as well, and ``draw_rescored`` draws again: their mass is exact then. A row that is still without a token, with
+more groups than the draw can hold, or whose limits reach below what was rescored, is left: its whole head is read, and
+``search_truncated`` answers it.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ import triton.language as tl
 from . import rng
 from .config import ScreenConfig, TruncationConfig, cdiv
 from .epilogue import find_edits, invert_temperature, relative_mass, rows_truncated
-from .intrinsics import float_to_ordered, ordered_to_float
+from .intrinsics import LN_2, LOG2_E, float_to_ordered, log2, ordered_to_float
 from .launch import launch, resident_programs, supports_early_launch
 from .params import ROW_POINTERS, BatchParams, LMHead, SampleOutput
 from .rescore import (
@@ -65,10 +67,15 @@ _GROUPS_AT_ONCE = 16  # groups per program of list_ids
 _LIST_WARPS = 4
 
 
+# The states of ``BufferOperands.status`` that ``draw_rescored`` leaves. Both are negative: without an answer.
+_LEFT = tl.constexpr(-1)
+_WIDE = tl.constexpr(-2)  # more of the mass has to be known
+
+
 class RescorePass(enum.IntEnum):
     """The groups that ``read_groups`` reads for truncated rows, before and after the pass that draws."""
 
-    CERTAIN_GROUPS = 0  # the groups that surely reach the row's threshold
+    CERTAIN_GROUPS = 0  # the groups that surely reach the row's threshold, by ``max_logit_lo``
     UNANSWERED_ROWS = 1  # all groups of the rows whose status is negative
 
 
@@ -160,7 +167,9 @@ def bound_truncated(
 def read_groups_kernel(
     weight_ptr,  # [V, D]
     hidden_ptr,  # [B, D]
-    screen,  # ScreenOperands; out, with CERTAIN: max_logit_lo becomes exact, and score_hi -inf: not to be read again
+    # ScreenOperands; out, with CERTAIN: max_logit_lo and the ends of the mass become exact, and score_hi -inf: not to
+    # be read again
+    screen,
     temperature_ptr,  # [B] f32
     truncation,  # TruncationOperands
     edits,  # EditOperands, MaskOperands, or None
@@ -197,8 +206,8 @@ def read_groups_kernel(
         num_listed = tl.load(screen.num_flagged + row_block)
         arriving = tl.maximum(tl.minimum(num_listed, num_programs), 1)
         num_own = tl.cdiv(tl.maximum(num_listed - program, 0), num_programs)
-        sampled = ~(tl.load(temperature_ptr + offs_b, mask=mask_b, other=0.0) <= 0.0)
-        rows = mask_b & sampled & rows_truncated(truncation, offs_b, mask_b, vocab_size)
+        greedy, inv_temperature = invert_temperature(tl.load(temperature_ptr + offs_b, mask=mask_b, other=0.0))
+        rows = mask_b & ~greedy & rows_truncated(truncation, offs_b, mask_b, vocab_size)
     else:
         rows = mask_b & (tl.load(buffer.status + offs_b, mask=mask_b, other=0) < 0)
         num_own = tl.minimum(TILE.chunk, num_groups - program * TILE.chunk)
@@ -239,7 +248,13 @@ def read_groups_kernel(
             logits = tl.reshape(logits, [SLOTS, rng.GROUP_SIZE, BLOCK_B])
             out, mask = store_groups(buffer, logits, group, live, rows, offs_b, num_groups)
             if CERTAIN:
-                tl.store(screen.max_logit_lo + out, tl.max(logits, axis=1), mask=mask)
+                largest = tl.max(logits, axis=1)
+                tl.store(screen.max_logit_lo + out, largest, mask=mask)
+                shift = tl.where(largest == float("-inf"), 0.0, largest)
+                weights = tl.exp2((logits - shift[:, None, :]) * (inv_temperature * LOG2_E)[None, None, :])
+                log_mass = shift * inv_temperature[None, :] + log2(tl.sum(weights, axis=1)) * LN_2
+                tl.store(screen.lse_hi + out, log_mass, mask=mask)
+                tl.store(screen.lse_lo + out, log_mass, mask=mask)
                 out = group[:, None] * num_rows + offs_b[None, :]
                 tl.store(screen.score_hi + out, tl.full(out.shape, float("-inf"), tl.float32), mask=mask)
         tl.atomic_add(screen.counters + _COUNT_GROUPS, num_own.to(tl.int64), sem="relaxed")
@@ -260,7 +275,10 @@ def read_groups(
     buffer: LogitsBuffer,
     which: RescorePass,
 ) -> None:
-    """Logits of truncated rows into ``buffer``: see ``RescorePass``. Where nothing is to be read, nothing is."""
+    """Logits of truncated rows into ``buffer``: see ``RescorePass``. Where nothing is to be read, nothing is.
+
+    CERTAIN_GROUPS serves twice: after ``draw_rescored``, it reads the groups that this has chosen.
+    """
     num_rows = hidden.shape[0]
     certain = which is RescorePass.CERTAIN_GROUPS
     if certain:
@@ -488,7 +506,8 @@ def _draw_row(
     CANDIDATES: tl.constexpr,
     SHIFT: tl.constexpr,
 ):
-    """Token, its score, and whether that is certain."""
+    """Token, its score, and the row's status: ``_WIDE`` where all is known but the mass of the groups that were not
+    read. Then the number that no unread logit is above, and the logit that masses are relative to."""
     maxima = block_maxima(group_max, num_groups, BLOCK_S)
     largest = tl.max(maxima)
     wanted, complete = _groups_to_find(top_k, vocab_size, CANDIDATES)
@@ -529,13 +548,52 @@ def _draw_row(
         row_logits, list_ptr, num_listed, inv_temperature, seed, position, floor, lowest, CANDIDATES
     )
     complete |= (floor > low) | (lowest > low)
-    certain = complete & known & (num_listed <= CANDIDATES) & (logit > certainly_allowed)
-    return token, score, certain
+    certain = complete & known & (num_listed <= CANDIDATES)
+    status = tl.where(certain, tl.where(logit > certainly_allowed, 1, _WIDE), _LEFT)
+    return token, score, status, low, reference
 
 
-@triton.jit(do_not_specialize=["num_groups", "vocab_size"], do_not_specialize_on_alignment=[*ROW_POINTERS])
+@triton.jit
+def _choose_wide_groups(
+    max_logit_lo,  # out: +inf where a group is to be read, -inf elsewhere
+    group_max,
+    lse_hi,
+    lse_lo,
+    low,
+    reference,
+    num_groups,
+    BLOCK_S: tl.constexpr,
+    WIDE_GROUPS: tl.constexpr,
+):
+    """Choose the groups whose mass is known least: as many as lie in ``WIDE_GROUPS`` blocks of groups. Bisection finds
+    the blocks, so they may be a few more."""
+    widest = tl.full([BLOCK_S], float("-inf"), tl.float32)
+    for place in tl.range(BLOCK_GROUPS):
+        groups = tl.arange(0, BLOCK_S) * BLOCK_GROUPS + place
+        widest = tl.maximum(widest, _width(group_max, lse_hi, lse_lo, low, reference, groups, num_groups))
+    bound = bound_of_top_k(widest, tl.max(widest), WIDE_GROUPS, 0)
+    for place in tl.range(BLOCK_GROUPS):
+        groups = tl.arange(0, BLOCK_S) * BLOCK_GROUPS + place
+        width = _width(group_max, lse_hi, lse_lo, low, reference, groups, num_groups)
+        chosen = tl.where((width > bound) & (width > 0.0), float("inf"), float("-inf"))
+        tl.store(max_logit_lo + groups, chosen, mask=groups < num_groups)
+
+
+@triton.jit
+def _width(group_max, lse_hi, lse_lo, low, reference, groups, num_groups):
+    """The difference between the most and the least mass of groups, infinite where one of them is; -inf for groups with
+    a rescored logit above ``low``."""
+    inside = groups < num_groups
+    other = inside & ~(tl.load(group_max + groups, mask=inside, other=float("-inf")) > low)
+    most = tl.exp(tl.load(lse_hi + groups, mask=other, other=float("-inf")) - reference)
+    least = tl.exp(tl.load(lse_lo + groups, mask=other, other=float("-inf")) - reference)
+    width = most - least
+    return tl.where(other, tl.where(width >= 0.0, width, float("inf")), float("-inf"))
+
+
+@triton.jit(do_not_specialize=["num_groups", "vocab_size", "again"], do_not_specialize_on_alignment=[*ROW_POINTERS])
 def draw_rescored_kernel(
-    screen,  # ScreenOperands, with threshold, lse_hi and lse_lo
+    screen,  # ScreenOperands, with threshold, lse_hi and lse_lo; out: max_logit_lo of truncated rows, unless again
     buffer,  # BufferOperands, with the rescored groups; out: status
     temperature_ptr,  # [B] f32
     seed_ptr,  # [B] i64
@@ -544,10 +602,12 @@ def draw_rescored_kernel(
     output,  # SampleOutput, in and out: the other rows' tokens stay
     num_groups,
     vocab_size,
+    again,  # not 0: only rows whose status is _WIDE
     # constexpr
     BLOCK_S: tl.constexpr,
     CANDIDATES: tl.constexpr,
     KEY_SHIFT: tl.constexpr,
+    WIDE_GROUPS: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     if EARLY:
@@ -556,9 +616,11 @@ def draw_rescored_kernel(
     row = tl.program_id(0)
     greedy, inv_temperature = invert_temperature(tl.load(temperature_ptr + row))
     status = tl.full([], 0, tl.int32)
-    if ~greedy & rows_truncated(truncation, row, True, vocab_size):
+    if again != 0:
+        status = tl.load(buffer.status + row)
+    if ~greedy & rows_truncated(truncation, row, True, vocab_size) & ((again == 0) | (status == _WIDE)):
         groups = row.to(tl.int64) * num_groups
-        token, score, certain = _draw_row(
+        token, score, status, low, reference = _draw_row(
             buffer.logits + groups * rng.GROUP_SIZE,
             buffer.group_max + groups,
             screen.lse_hi + groups,
@@ -577,9 +639,26 @@ def draw_rescored_kernel(
             CANDIDATES,
             KEY_SHIFT,
         )
-        status = tl.where(certain, 1, -1)
         tl.store(output.token_ids + row, token.to(tl.int64))
         tl.store(output.scores + row, score)
+        if again == 0:
+            max_logit_lo = screen.max_logit_lo + groups
+            if status == _WIDE:
+                _choose_wide_groups(
+                    max_logit_lo,
+                    buffer.group_max + groups,
+                    screen.lse_hi + groups,
+                    screen.lse_lo + groups,
+                    low,
+                    reference,
+                    num_groups,
+                    BLOCK_S,
+                    WIDE_GROUPS,
+                )
+            else:
+                for place in tl.range(BLOCK_GROUPS):
+                    others = tl.arange(0, BLOCK_S) * BLOCK_GROUPS + place
+                    tl.store(max_logit_lo + others, float("-inf"), mask=others < num_groups)
     tl.store(buffer.status + row, status)
 
 
@@ -591,9 +670,15 @@ def draw_rescored(
     buffer: LogitsBuffer,  # with the rescored groups
     config: ScreenConfig,
     truncation_config: TruncationConfig,
+    *,
+    again: bool = False,
 ) -> None:
     """Put the tokens of truncated rows into ``output``; ``buffer.status`` is negative where they are to be searched
-    for."""
+    for.
+
+    Where only the mass of unread groups is not known well enough for that, ``read_groups`` finds those to read next by
+    ``max_logit_lo``. again: after these were read, the tokens of their rows.
+    """
     assert params.truncation is not None
     device = params.temperature.device
     early = config.early and supports_early_launch(device)
@@ -610,11 +695,13 @@ def draw_rescored(
             output,
             workspace.num_groups,
             vocab_size,
+            int(again),
         ),
         {
             "BLOCK_S": num_group_blocks(buffer.width),
             "CANDIDATES": truncation_config.candidate_groups,
             "KEY_SHIFT": key_shift(buffer.dtype),
+            "WIDE_GROUPS": truncation_config.wide_groups,
             "EARLY": early,
         },
         truncation_config.num_warps,

@@ -272,6 +272,11 @@ def test_groups_are_read_for_the_rows_that_need_them_and_for_no_others(stage, wh
     assert torch.equal(left[read].double(), padded(stage.case.edited)[read])
     assert (left[~read] == -77.0).all() and (stage.buffer.group_max[~read] == -77.0).all()
     assert torch.equal(stage.buffer.group_max[read], stage.peaks[read])
+    if certain:
+        temperature = stage.case.params.temperature.double().clamp(min=1e-3)[:, None, None]
+        mass = (padded(stage.case.edited) / temperature).logsumexp(-1).float()
+        for end in ("lse_hi", "lse_lo"):
+            torch.testing.assert_close(stage.rows_of_groups(end)[read], mass[read], rtol=1e-6, atol=1e-6)
     changed = read if certain else torch.zeros_like(read)
     lo, hi = stage.rows_of_groups("max_logit_lo"), stage.score_hi.T
     assert torch.equal(lo[changed], stage.peaks[changed]) and torch.equal(lo[~changed], lo_before[~changed])
@@ -332,11 +337,11 @@ def rescored(case: Case, threshold: torch.Tensor, width: float, dtype=torch.floa
     return made
 
 
-def drawn_from(made: Stage) -> tuple[SampleOutput, torch.Tensor]:
+def drawn_from(made: Stage, truncation_config=TRUNCATION) -> tuple[SampleOutput, torch.Tensor]:
     num_rows, vocab, params, workspace = made.arguments
     output = SampleOutput.empty(num_rows, made.case.hidden.device, False)
     output.token_ids.fill_(-7)
-    draw_rescored(output, vocab, params, workspace, made.buffer, SCREEN, TRUNCATION)
+    draw_rescored(output, vocab, params, workspace, made.buffer, SCREEN, truncation_config)
     return output, made.buffer.status[:num_rows]
 
 
@@ -367,7 +372,8 @@ def test_the_token_is_of_the_groups_that_are_not_ruled_out(stage, config):
 @pytest.mark.slow
 def test_rescored_groups_decide_a_token_only_where_they_are_certain_to(stage):
     """Close bounds of the mass decide nearly all rows, distant bounds few. Every decided token is right. A row with a
-    large top-k or none is decided if top-p or min-p need less than was rescored."""
+    large top-k or none is decided if top-p or min-p need less than was rescored. A row that is decided once the mass is
+    known has a status of its own."""
     num_rows = 14
     case = stage.case.rows(torch.arange(num_rows, device=stage.case.hidden.device) % 6)
     truncation, device = case.params.truncation, case.hidden.device
@@ -379,10 +385,47 @@ def test_rescored_groups_decide_a_token_only_where_they_are_certain_to(stage):
     for width in (1e-4, 3.0):
         output, status = drawn_from(rescored(case, threshold, width))
         answered = (status == 1) & ~want.near_tie
-        assert ((status == 1) | (status == -1)).all()
+        assert ((status == 1) | (status == -1) | (status == -2)).all()
+        assert width == 1e-4 or (status == -2).any()
         assert torch.equal(output.token_ids[answered], want.token[answered])
         decided[width] = int((status == 1).sum())
     assert decided[3.0] < decided[1e-4] and decided[1e-4] > num_rows // 2, decided
+
+
+def test_rows_whose_mass_is_not_known_choose_the_groups_whose_ends_are_furthest_apart(device):
+    """16 or a few more of 400 blocks hold the chosen groups. Other rows choose none, and rows that are not truncated
+    keep what they have. A second draw answers for the rows that chose, and leaves the others alone."""
+    num_rows, vocab = 9, 51_200
+    case = make_case(num_rows, vocab, device, dtype=torch.float32, seed=4)
+    temperature = torch.full((num_rows,), 1.0, device=device)
+    temperature[-1] = 0.0
+    case = case.with_params(temperature=temperature, truncation=limits(num_rows, device, top_k=40, top_p=0.1))
+    case.params.truncation.top_p[0] = 1.0  # decided by top-k alone
+    made = rescored(case, case.edited.topk(64).values[:, -1].float(), 0.5)
+    hi, lo = made.rows_of_groups("lse_hi"), made.rows_of_groups("lse_lo")
+    hi += 2.0 * torch.rand(hi.shape, generator=torch.Generator().manual_seed(1)).to(device)
+    marks = made.rows_of_groups("max_logit_lo")
+    marks.fill_(7.0)
+    few = dataclasses.replace(TRUNCATION, wide_groups=16)
+    output, status = drawn_from(made, few)
+    wide = status == -2
+    assert status[0] == 1 and wide.sum() >= 3 and (marks[-1] == 7.0).all()
+    assert (marks[:-1][~wide[:-1]] == -INF).all()
+    width = ((hi.double() - 10).exp() - (lo.double() - 10).exp())[wide]
+    chosen, unread = marks[wide] == INF, made.buffer.group_max[wide] == -INF
+    narrowest = torch.where(chosen & unread, width, INF).amin(1)
+    assert (narrowest > torch.where(~chosen & unread, width, -INF).amax(1)).all()
+    blocks = chosen.view(len(width), -1, 8).any(-1).sum(1)
+    assert ((blocks >= 16) & (blocks <= 16 + 16 // 4 + 4)).all()
+    hi.copy_(padded(case.edited).logsumexp(-1))
+    lo.copy_(hi)
+    output.token_ids.fill_(-7)
+    draw_rescored(output, *made.arguments[1:], made.buffer, SCREEN, few, again=True)
+    want = expected(case)
+    again = made.buffer.status[:num_rows]
+    assert (again[wide] == 1).all() and torch.equal(again[~wide], status[~wide])
+    assert torch.equal(output.token_ids[wide & ~want.near_tie], want.token[wide & ~want.near_tie])
+    assert (output.token_ids[~wide] == -7).all()
 
 
 def test_small_limits_of_every_kind_are_drawn_as_the_reference_does(stage):
@@ -450,7 +493,16 @@ def test_the_draw_of_rescored_groups_is_the_reference_of_what_was_left(stage):
 # --- truncated rows, all launches together --------------------------------------------------------------------------
 
 
-def screened(num_rows: int, vocab: int, device, spread: float = 1.0, wider: float = 1.0, hidden: int = 128, **limit):
+def screened(
+    num_rows: int,
+    vocab: int,
+    device,
+    spread: float = 1.0,
+    wider: float = 1.0,
+    hidden: int = 128,
+    wide_groups: int = TRUNCATION.wide_groups,
+    **limit,
+):
     """Draw rows with the same limits on logits of a deviation of 3 x ``spread``, with a bound ``wider`` times as large
     as needed. Tokens must be the fused pass's. Returns the draw and the number of groups read."""
     case = rounding_case(num_rows, vocab, device, torch.bfloat16, hidden=hidden)
@@ -460,7 +512,8 @@ def screened(num_rows: int, vocab: int, device, spread: float = 1.0, wider: floa
     )
     copy = Int8Head(case.head)
     copy.operands.error.mul_(wider)
-    drawn = draw("screened", case, int8_head=copy)
+    config = dataclasses.replace(TRUNCATION, wide_groups=wide_groups)
+    drawn = draw("screened", case, int8_head=copy, truncation_config=config)
     assert torch.equal(drawn.token_ids, draw("fused", case).token_ids)
     return drawn, counted(drawn)[ScreenCounter.GROUPS]
 
@@ -503,6 +556,19 @@ def test_ids_are_read_one_by_one_and_bring_back_the_groups_that_they_reach_for(d
 
 
 @pytest.mark.slow
+def test_reading_the_groups_whose_mass_is_known_least_answers_rows_without_the_whole_head(device, monkeypatch):
+    limit = {"spread": 1.2, "wider": 8, "top_k": 40, "top_p": 0.5}
+    drawn, groups = screened(12, 8000, device, **limit)
+    draw_once = screened_sample.draw_rescored
+    monkeypatch.setattr(
+        screened_sample, "draw_rescored", lambda *given, again=False: again or draw_once(*given, again=again)
+    )
+    without, all_groups = screened(12, 8000, device, **limit)
+    assert (drawn.status == 1).all() and (without.status > 1).any()
+    assert groups < 0.8 * all_groups
+
+
+@pytest.mark.slow
 def test_limits_are_answered_where_few_tokens_matter_and_else_from_the_whole_head(device):
     assert (screened(4, 6000, device, top_k=20, top_p=0.95)[0].status == 1).float().mean() >= 0.75
     assert (screened(4, 6000, device, top_k=20, top_p=0.95, min_p=0.01)[0].status == 1).all(), "min-p after top-k"
@@ -526,7 +592,7 @@ def test_a_row_that_is_left_does_not_make_the_others_read_more(device):
 
 @pytest.mark.slow
 def test_a_bound_that_is_wide_is_late_and_not_wrong(device):
-    drawn, _ = screened(8, 6000, device, wider=12, hidden=96, top_k=8, top_p=0.04)
+    drawn, _ = screened(8, 6000, device, wider=12, hidden=96, wide_groups=1, top_k=8, top_p=0.04)
     assert (drawn.status > 1).any(), "their mass is not known well enough"
     assert (drawn.status == 1).any(), "the largest logit is allowed for every mass"
 
