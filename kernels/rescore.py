@@ -450,18 +450,20 @@ def launch_reader(
     outputs: tuple[Any, ...],
     constants: dict[str, Any],
     buffer_dtype: torch.dtype | None = None,
+    block_b: int | None = None,
 ) -> None:
     """Run a kernel that reads ids of the head which the screen has chosen.
 
     rows: the kernel's parameters of rows. outputs: its outputs beside the workspace. constants: its constants between
-    LOGITS_DTYPE and EARLY. buffer_dtype: dtype of the logits in ``outputs``.
+    LOGITS_DTYPE and EARLY. buffer_dtype: dtype of the logits in ``outputs``. block_b: rows of a block, those of the
+    rescoring when None.
     """
     num_rows, spec = hidden.shape[0], head.spec
     early = config.early and supports_early_launch(hidden.device)
     features = params.operands(spec, workspace.operands.score_hi, workspace.operands.threshold)
     launch(
         kernel,
-        programs * cdiv(num_rows, config.rescore_tile.block_b),
+        programs * cdiv(num_rows, block_b or config.rescore_tile.block_b),
         (
             head.weight,
             hidden,

@@ -47,7 +47,7 @@ from .int8_head import MIN_SCALE, Int8Head, error_bound
 from .intrinsics import LN_2, float_to_ordered, log2
 from .launch import launch, resident_programs, supports_early_launch
 from .params import ROW_POINTERS, TRITON_DTYPES, BatchParams, LMHead
-from .workspace import ID_ROWS, ScreenWorkspace
+from .workspace import MAX_ID_ROWS, ScreenWorkspace
 
 NO_BEST = tl.constexpr(-(2**63))  # below all that groups write into ``best``
 _QUANTIZE_WARPS = 8
@@ -63,7 +63,7 @@ _RELATIVE_SLACK = tl.constexpr(2.0**-20)
 # Larger intervals and scores count as infinite: all that is computed from smaller ones is finite.
 _MOST = tl.constexpr(2.0**90)
 _LOWEST_HALF = tl.constexpr(-65504.0)
-_ID_ROWS = tl.constexpr(ID_ROWS)
+_MAX_ID_ROWS = tl.constexpr(MAX_ID_ROWS)
 _HALF_ROUNDING, _HALF_TINY = tl.constexpr(2.0**-10), tl.constexpr(2.0**-20)  # more than a float16 can be off by
 
 
@@ -255,7 +255,7 @@ def screen_head_kernel(
         position = tl.load(position_ptr + block_offs, mask=block_mask, other=0)
         in_vocab = groups * rng.GROUP_SIZE < vocab_size
         if TRUNCATE:
-            few = num_rows <= _ID_ROWS  # a mask and no constant: one kernel is compiled ahead, with one row
+            few = num_rows <= _MAX_ID_ROWS  # a mask and no constant: one kernel is compiled ahead, with one row
             rounded = tl.maximum(logits_hi + (tl.abs(logits_hi) * _HALF_ROUNDING + _HALF_TINY), _LOWEST_HALF)
             id_hi = tl.where(rounded < _MOST, rounded, float("inf"))
             id_hi = tl.where(logits_hi == float("-inf"), logits_hi, id_hi)

@@ -16,7 +16,7 @@ A truncated batch takes some more, and the last four end at once where every row
     bound_truncated   the threshold: a logit below it does not matter to a row's top-k (after screen_head)
     read_groups       logits of the groups that surely reach it
     bound_truncated   a higher threshold, from these logits
-    list_ids          single ids that could still reach it, in a batch of ID_ROWS rows or fewer
+    list_ids          single ids that could still reach it, in a batch of MAX_ID_ROWS rows or fewer
     read_ids          logits of these ids: only the groups of those that do reach it are rescored
     draw_rescored     the token (after rescore_groups), where the rescored groups are certain to decide it
     read_groups       where they are not, for want of the mass of others: those whose mass is known least
@@ -38,7 +38,7 @@ from .rescore import rescore_groups
 from .screen import quantize_hidden, screen_head
 from .screened_truncated import RescorePass, bound_truncated, draw_rescored, list_ids, read_groups, read_ids
 from .search_truncated import search_truncated
-from .workspace import ID_ROWS, ScreenWorkspace, Workspace
+from .workspace import MAX_ID_ROWS, ScreenWorkspace, Workspace
 
 
 def screened_sample(
@@ -85,7 +85,7 @@ def screened_sample(
     bound_truncated(num_rows, size, params, workspace, buffer, config, truncation_config)
     read_groups(hidden, head, params, workspace, config, buffer, RescorePass.CERTAIN_GROUPS)
     bound_truncated(num_rows, size, params, workspace, buffer, config, truncation_config, rescored=True)
-    if num_rows <= ID_ROWS:
+    if num_rows <= MAX_ID_ROWS:
         list_ids(num_rows, size, params, workspace, config)
         read_ids(hidden, head, params, workspace, config)
     output = rescore_groups(hidden, head, params, workspace, config, buffer)

@@ -6,7 +6,7 @@ takes as many groups as the draw can hold; whether they were enough is decided b
 certain to reach the threshold have been read, their logits are known exactly, and the same step gives a higher
 threshold that fewer groups can reach.
 
-``list_ids`` and ``read_ids`` rule out more groups of a small batch. A group that could reach the threshold has 16
+``list_ids`` and ``read_ids`` rule out more groups. A group that could reach the threshold has 16
 ids, of which mostly one has an upper end above it. Reading that id alone says whether it does: most do not, since an
 upper end is far above the logit itself. A group with an id that does is read whole, for the noise inside the group
 needs all its logits.
@@ -314,11 +314,13 @@ def list_ids_kernel(
     if EARLY:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    offs_b = tl.arange(0, BLOCK_B)
+    num_row_blocks = tl.cdiv(num_rows, BLOCK_B)
+    row_block = tl.program_id(0) % num_row_blocks
+    offs_b = row_block * BLOCK_B + tl.arange(0, BLOCK_B)
     mask_b = offs_b < num_rows
     sampled = ~(tl.load(temperature_ptr + offs_b, mask=mask_b, other=0.0) <= 0.0)
     truncated = mask_b & sampled & rows_truncated(truncation, offs_b, mask_b, vocab_size)
-    offs_c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
+    offs_c = tl.program_id(0) // num_row_blocks * BLOCK_C + tl.arange(0, BLOCK_C)
     mask_c = offs_c < num_groups
     threshold = tl.load(screen.threshold + offs_b, mask=mask_b, other=0)
     possible = flag_groups(screen.score_hi, threshold, offs_c, mask_c, offs_b, truncated, num_rows, 1)
@@ -331,8 +333,8 @@ def list_ids_kernel(
         ).to(tl.float32)
         reaches = (id_hi >= ordered_to_float(threshold)[None, None, :]) & (id_hi > float("-inf"))
         listed = tl.reshape(tl.max(reaches.to(tl.int32), axis=2), [BLOCK_C * rng.GROUP_SIZE])
-        first = tl.atomic_add(screen.num_ids, tl.sum(listed), sem="relaxed")
-        place = first + tl.cumsum(listed, axis=0) - 1
+        first = tl.atomic_add(screen.num_ids + row_block, tl.sum(listed), sem="relaxed")
+        place = row_block * num_groups * rng.GROUP_SIZE + first + tl.cumsum(listed, axis=0) - 1
         tl.store(screen.ids + place, tl.reshape(ids, [BLOCK_C * rng.GROUP_SIZE]), mask=listed > 0)
         candidates = tl.sum(possible, axis=0)
         tl.atomic_add(screen.candidates + offs_b, candidates, mask=mask_b & (candidates > 0), sem="relaxed")
@@ -342,20 +344,20 @@ def list_ids_kernel(
 
 
 def list_ids(
-    num_rows: int,  # ID_ROWS or fewer
+    num_rows: int,  # MAX_ID_ROWS or fewer
     vocab_size: int,
     params: BatchParams,  # with a truncation
     workspace: ScreenWorkspace,  # with what ``bound_truncated`` has left
     config: ScreenConfig,
 ) -> None:
-    """Put the ids that have yet to be read into one list, and rule their groups out until they are. Entries come in
-    any order."""
+    """Put the ids that have yet to be read into one list per block of rows, and rule their groups out until they are.
+    Entries come in any order."""
     assert params.truncation is not None
     device = params.temperature.device
     early = config.early and supports_early_launch(device)
     launch(
         list_ids_kernel,
-        cdiv(workspace.num_groups, _GROUPS_AT_ONCE),
+        cdiv(workspace.num_groups, _GROUPS_AT_ONCE) * cdiv(num_rows, ID_ROWS),
         (
             workspace.operands,
             params.temperature,
@@ -385,7 +387,7 @@ def read_ids_kernel(
     num_rows,
     vocab_size,
     vocab_start,
-    num_programs,
+    num_programs,  # per block of rows
     weight_stride,
     hidden_stride,
     logit_scale,  # or None, as the next
@@ -402,13 +404,16 @@ def read_ids_kernel(
 ):
     if EARLY:
         tl.extra.cuda.gdc_wait()
-    program = tl.program_id(0)
-    num_listed = tl.load(screen.num_ids)
+    num_row_blocks = tl.cdiv(num_rows, BLOCK_B)
+    program = tl.program_id(0) // num_row_blocks
+    row_block = tl.program_id(0) % num_row_blocks
+    num_listed = tl.load(screen.num_ids + row_block)
     arriving = tl.maximum(tl.minimum(num_listed, num_programs), 1)
     num_own = tl.cdiv(tl.maximum(num_listed - program, 0), num_programs)
     if num_own > 0:
-        offs_b = tl.arange(0, BLOCK_B)
+        offs_b = row_block * BLOCK_B + tl.arange(0, BLOCK_B)
         mask_b = offs_b < num_rows
+        first_id = row_block * tl.cdiv(vocab_size, rng.GROUP_SIZE) * rng.GROUP_SIZE
         sampled = ~(tl.load(temperature_ptr + offs_b, mask=mask_b, other=0.0) <= 0.0)
         truncated = mask_b & sampled & rows_truncated(truncation, offs_b, mask_b, vocab_size)
         threshold = ordered_to_float(tl.load(screen.threshold + offs_b, mask=mask_b, other=0))
@@ -417,7 +422,8 @@ def read_ids_kernel(
         hidden_ptrs = hidden_ptr + offs_b.to(tl.int64)[None, :] * hidden_stride + tl.arange(0, BLOCK_D)[:, None]
         for step in tl.range(0, num_own, BLOCK_V):
             live = step + offs_v < num_own
-            ids = tl.load(screen.ids + program + (step + offs_v) * num_programs, mask=live, other=0)
+            place = first_id + program + (step + offs_v) * num_programs
+            ids = tl.load(screen.ids + place, mask=live, other=0)
             logits = logits_of_ids(
                 weight_ptr,
                 hidden_ptrs,
@@ -442,15 +448,15 @@ def read_ids_kernel(
             tl.store(screen.score_hi + out, tl.full(out.shape, float("inf"), tl.float32), mask=reaches)
     if program < arriving:
         tl.debug_barrier()
-        if tl.atomic_add(screen.ids_arrived, 1, sem="acq_rel") == arriving - 1:
-            tl.store(screen.ids_arrived, 0)
-            tl.store(screen.num_ids, 0)
+        if tl.atomic_add(screen.ids_arrived + row_block, 1, sem="acq_rel") == arriving - 1:
+            tl.store(screen.ids_arrived + row_block, 0)
+            tl.store(screen.num_ids + row_block, 0)
             num_read = tl.cdiv(num_listed, rng.GROUP_SIZE).to(tl.int64)
             tl.atomic_add(screen.counters + _COUNT_GROUPS, num_read, sem="relaxed")
 
 
 def read_ids(
-    hidden: torch.Tensor,  # [B, D], ID_ROWS rows or fewer
+    hidden: torch.Tensor,  # [B, D], MAX_ID_ROWS rows or fewer
     head: LMHead,
     params: BatchParams,  # with a truncation
     workspace: ScreenWorkspace,  # with what ``list_ids`` has left
@@ -460,7 +466,7 @@ def read_ids(
     tile = config.rescore_tile
     launch_reader(
         read_ids_kernel,
-        resident_programs(hidden.device, 1),
+        max(1, resident_programs(hidden.device, 1) // cdiv(hidden.shape[0], ID_ROWS)),
         hidden,
         head,
         params,
@@ -469,6 +475,7 @@ def read_ids(
         rows=(params.temperature,),
         outputs=(),
         constants={"BLOCK_B": ID_ROWS, "BLOCK_V": tile.block_v, "BLOCK_D": tile.block_d, "STAGES": tile.stages},
+        block_b=ID_ROWS,
     )
 
 

@@ -34,7 +34,8 @@ SUMMARY_IDS = 4096  # ids whose exp-sum one program of ``summarize_logits`` leav
 MAX_TOP_LOGPROBS = 128  # per row
 MAX_GIVEN_IDS = 256  # per row, where ranks or a server serve them
 LISTED_GROUPS = max(MAX_DRAW_SPLITS * CANDIDATE_GROUPS, 2 * MAX_CANDIDATE_GROUPS)  # room for lists of groups, per row
-ID_ROWS = 16  # rows of the largest batch whose truncated rows have single ids looked at: 2 bytes per row and id
+MAX_ID_ROWS = 64  # rows of the largest batch whose truncated rows have single ids looked at: 2 bytes per row and id
+ID_ROWS = 16  # rows that share a list of such ids
 
 
 _MAX_DOUBLED_ROWS = 512  # a row of logits takes hundreds of kilobytes
@@ -251,10 +252,10 @@ class ScreenOperands(NamedTuple):
     max_logit_lo: Any  # [B, G] f32, for truncated rows, as the next three: the group's largest logit is not below
     lse_hi: Any  # [B, G] f32, the group's log-mass at the row's temperature is not above
     lse_lo: Any  # [B, G] f32, nor below
-    id_hi: Any  # [V, B] f16, for ID_ROWS rows or fewer: no logit of the id is above
-    ids: Any  # [V] i32, a list of ids
-    num_ids: Any  # [1] i32, its length; zero before and after each draw, as the next
-    ids_arrived: Any  # [1] i32
+    id_hi: Any  # [V, B] f16, for MAX_ID_ROWS rows or fewer: no logit of the id is above
+    ids: Any  # [blocks of ID_ROWS rows, V] i32, lists of ids
+    num_ids: Any  # [blocks] i32, their lengths; zeros before and after each draw, as the next
+    ids_arrived: Any  # [blocks] i32
     best: Any  # [B] i64: ordered score of the best rescored group, above NO_GROUP without its id
     candidates: Any  # [B] i32: groups that the row could take its token from
     logits: Any  # [programs, B, GROUP_SIZE] f32: each program's best rescored group
@@ -280,7 +281,8 @@ class ScreenWorkspace:
         # Rows beyond the batch are multiplied too: their integers, whichever they are, touch nobody else's.
         self.limbs = torch.zeros(padded * LIMBS, width, dtype=torch.int8, device=device)
         row_blocks = cdiv(max_rows, MIN_RESCORED_ROWS)
-        ids = num_groups * GROUP_SIZE
+        ids, id_rows = num_groups * GROUP_SIZE, min(max_rows, MAX_ID_ROWS)
+        id_blocks = cdiv(id_rows, ID_ROWS)
 
         def floats(size: int) -> torch.Tensor:
             return torch.empty(size, dtype=torch.float32, device=device)
@@ -300,10 +302,10 @@ class ScreenWorkspace:
             max_logit_lo=floats(max_rows * num_groups),
             lse_hi=floats(max_rows * num_groups),
             lse_lo=floats(max_rows * num_groups),
-            id_hi=torch.empty(ids * min(max_rows, ID_ROWS), dtype=torch.float16, device=device),
-            ids=integers(ids),
-            num_ids=zeros(1),
-            ids_arrived=zeros(1),
+            id_hi=torch.empty(ids * id_rows, dtype=torch.float16, device=device),
+            ids=integers(ids * id_blocks),
+            num_ids=zeros(id_blocks),
+            ids_arrived=zeros(id_blocks),
             best=torch.empty(max_rows, dtype=torch.int64, device=device),
             candidates=integers(max_rows),
             logits=floats(cdiv(num_groups, MIN_CHUNK) * max_rows * GROUP_SIZE),

@@ -38,7 +38,7 @@ from sgl_flashsample.kernels.screened_truncated import (
     read_groups,
     read_ids,
 )
-from sgl_flashsample.kernels.workspace import ID_ROWS, LogitsBuffer, ScreenCounter, ScreenWorkspace
+from sgl_flashsample.kernels.workspace import ID_ROWS, MAX_ID_ROWS, LogitsBuffer, ScreenCounter, ScreenWorkspace
 
 INF = float("inf")
 in_chunks_and_listed = pytest.mark.parametrize("config", [SCREEN, LISTED], ids=["chunks", "listed"])
@@ -540,12 +540,15 @@ def test_what_the_largest_groups_are_rules_out_more_than_what_they_are_at_least(
 
 
 @pytest.mark.slow
-def test_ids_are_read_one_by_one_and_bring_back_the_groups_that_they_reach_for(device):
-    """A batch of ID_ROWS rows reads fewer bytes of the head than a larger batch, which reads whole groups."""
+@pytest.mark.parametrize("num_rows", [3, ID_ROWS + 2])
+def test_ids_are_read_one_by_one_and_bring_back_the_groups_that_they_reach_for(device, monkeypatch, num_rows):
+    """They are fewer bytes of the head than their whole groups, which are read without that."""
     groups = []
-    for num_rows in (ID_ROWS, ID_ROWS + 1):
+    for most in (MAX_ID_ROWS, 0):
+        monkeypatch.setattr(screened_sample, "MAX_ID_ROWS", most)
         case = rounding_case(num_rows, 8000, device, torch.bfloat16, hidden=96)
-        temperature = (torch.arange(num_rows, device=device) < 3).float()
+        temperature = torch.zeros(num_rows, device=device)
+        temperature[:2] = temperature[-1] = 1.0
         case = case.with_params(temperature=temperature, truncation=limits(num_rows, device, top_k=6))
         copy = Int8Head(case.head)
         copy.operands.error.mul_(6)
