@@ -182,11 +182,15 @@ def padded(logits: torch.Tensor) -> torch.Tensor:
 
 @pytest.fixture
 def stage(device) -> Stage:
-    num_rows, vocab = 7, 1003
+    return make_stage(7, device)
+
+
+def make_stage(num_rows: int, device) -> Stage:
+    vocab = 1003
     case = make_case(num_rows, vocab, device, dtype=torch.float32, seed=12)
     temperature = torch.linspace(0.6, 1.4, num_rows, device=device)
     temperature[-1] = 0.0
-    top_k = torch.tensor([3, 40, 64, 0, 100, 5, 5], dtype=torch.int32, device=device)
+    top_k = torch.tensor([3, 40, 64, 0, 100, 5, 5] * 3, dtype=torch.int32, device=device)[:num_rows]
     truncation = dataclasses.replace(limits(num_rows, device, top_p=0.9), top_k=top_k)
     case = case.with_params(temperature=temperature, truncation=truncation)
     copy = Int8Head(case.head)
@@ -317,6 +321,29 @@ def test_an_id_that_does_reach_the_threshold_brings_its_group_back(stage):
     reaches = listed & (stage.case.edited >= threshold.double()[:, None]) & stage.case.limited[:, None]
     back = torch.nn.functional.pad(reaches, (0, -vocab % 16)).view(num_rows, -1, 16).any(-1)
     assert 3 <= back.sum() < 30
+    assert torch.equal(stage.score_hi.T, torch.where(back, INF, -INF))
+    assert not stage.workspace.operands.num_ids.any() and not stage.workspace.operands.ids_arrived.any()
+
+
+def test_each_block_of_rows_has_a_list_of_ids_of_its_own(device):
+    num_rows, vocab = ID_ROWS + 4, 1003
+    stage = make_stage(num_rows, device)
+    threshold = stage.peaks.topk(5).values[:, -1]
+    stage.workspace.operands.threshold.copy_(ordered(threshold))
+    stage.workspace.operands.candidates.zero_()
+    possible = (threshold[:, None] <= stage.score_hi.T) & stage.case.limited[:, None]
+    id_hi = stage.workspace.operands.id_hi[: vocab * num_rows].view(vocab, num_rows).T.float()
+    reaching = (id_hi >= threshold[:, None]) & possible.repeat_interleave(16, 1)[:, :vocab]
+    list_ids(num_rows, vocab, stage.case.params, stage.workspace, SCREEN)
+    listed = torch.zeros(num_rows, vocab, dtype=torch.bool, device=device)
+    for block, rows in enumerate((slice(0, ID_ROWS), slice(ID_ROWS, num_rows))):
+        ids = stage.workspace.operands.ids[block * 1008 :][: int(stage.workspace.operands.num_ids[block])].long()
+        assert sorted(ids.tolist()) == reaching[rows].any(0).nonzero()[:, 0].tolist()
+        listed[rows, ids] = True
+    stage.score_hi.fill_(-INF)
+    read_ids(stage.case.hidden, stage.case.head, stage.case.params, stage.workspace, SCREEN)
+    reaches = listed & (stage.case.edited >= threshold.double()[:, None]) & stage.case.limited[:, None]
+    back = torch.nn.functional.pad(reaches, (0, -vocab % 16)).view(num_rows, -1, 16).any(-1)
     assert torch.equal(stage.score_hi.T, torch.where(back, INF, -INF))
     assert not stage.workspace.operands.num_ids.any() and not stage.workspace.operands.ids_arrived.any()
 
@@ -540,7 +567,7 @@ def test_what_the_largest_groups_are_rules_out_more_than_what_they_are_at_least(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_rows", [3, ID_ROWS + 2])
+@pytest.mark.parametrize("num_rows", [3, ID_ROWS + 4])
 def test_ids_are_read_one_by_one_and_bring_back_the_groups_that_they_reach_for(device, monkeypatch, num_rows):
     """They are fewer bytes of the head than their whole groups, which are read without that."""
     groups = []
@@ -548,8 +575,8 @@ def test_ids_are_read_one_by_one_and_bring_back_the_groups_that_they_reach_for(d
         monkeypatch.setattr(screened_sample, "MAX_ID_ROWS", most)
         case = rounding_case(num_rows, 8000, device, torch.bfloat16, hidden=96)
         temperature = torch.zeros(num_rows, device=device)
-        temperature[:2] = temperature[-1] = 1.0
-        case = case.with_params(temperature=temperature, truncation=limits(num_rows, device, top_k=6))
+        temperature[:2] = temperature[ID_ROWS:] = 1.0
+        case = case.with_params(temperature=temperature, truncation=limits(num_rows, device, top_k=12))
         copy = Int8Head(case.head)
         copy.operands.error.mul_(6)
         drawn = draw("screened", case, int8_head=copy)
