@@ -38,7 +38,9 @@ BENCHMARKS = {
         "a GPU, FlashInfer",
     ),
     "screened": Entry(
-        "screened", "the screened path: speed, tokens against the fused path, distribution", "a GPU, FlashInfer"
+        "screened",
+        "the screened path: speed, tokens against the fused path, distribution, what a server without a table decides",
+        "a GPU, FlashInfer",
     ),
     "serve": Entry("serve", "time per output token of real SGLang servers, stock and ours", "a GPU, SGLang"),
     "load": Entry(

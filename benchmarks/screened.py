@@ -6,27 +6,38 @@ speed         whole steps beside the fused path, the GEMM alone, FlashInfer and 
 tokens        rows of four kinds of heads, at several temperatures and truncations, drawn by both paths with the same
               noise; a token that differs is a near-tie where both scores agree to 1e-5
 distribution  total variation between many draws and the known distribution, beside what chance alone gives
+decision      heads without a tuned table: what the race at the start of a server decides, how long it takes, and the
+              times of both paths on other batches
 
-Configurations are those of the tuned table that a server would find. ``--fast``: a sixteenth of the draws.
+Configurations are those of the tuned table that a server would find; without one, the built-in ones. ``--fast``: a
+sixteenth of the draws, two heads of the decision.
 """
 
 from __future__ import annotations
 
 import functools
 import math
+import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from common import DEVICE, DRY_RUN, DTYPE, SHAPES, Benchmark, Result
+from common import DEVICE, DRY_RUN, DTYPE, SHAPES, Benchmark, Result, Shape
 from contenders import Selection, Tree
 from racing import Race, Session
 
-from sgl_flashsample import BatchParams, SampleOutput, SamplingPath, Truncation
+from sgl_flashsample import BatchParams, Head, LMHead, SampleOutput, SamplingPath, Truncation, screen_race
 from sgl_flashsample.autotune import baselines
+from sgl_flashsample.autotune.timing import Timer, copies_needed
 from sgl_flashsample.autotune.workload import Workload
+from sgl_flashsample.dispatch import default_table
 from sgl_flashsample.kernels.workspace import ScreenCounter
+from sgl_flashsample.kinds import KIND_NAMES, MAX_SCREENED_ROWS
+from sgl_flashsample.paths import Parts
+from sgl_flashsample.screen import Screen
+from sgl_flashsample.selfcheck import compile_ahead
+from sgl_flashsample.sglang.step_graphs import CudaCapture
 
 BATCHES = (3,) if DRY_RUN else (1, 8, 16, 32)
 ROUNDS = 1 if DRY_RUN else 11
@@ -40,6 +51,13 @@ LIMITS = ((20, 1.0), (50, 0.9), (20, 0.8), (64, 0.95))  # top-k and top-p, row b
 TOKEN_ROWS, ROWS_PER_CALL = (1, 3) if DRY_RUN else (1 << 20, 32)
 DRAWS, DRAWS_PER_CALL = (16, 16) if DRY_RUN else (10_000_000, 4096)
 NEAR = 1e-5
+# Heads without a tuned table: Qwen3.5 27B, Qwen2.5 7B, DeepSeek V3, Mistral Small 3, Gemma 3 4B without its softcap.
+UNTABLED = (
+    SHAPES
+    if DRY_RUN
+    else [Shape(5120, 248320), Shape(3584, 152064), Shape(7168, 129280), Shape(5120, 131072), Shape(2560, 262208)]
+)
+DECISION_ROUNDS = 1 if DRY_RUN else 9
 
 
 def make_tree(weight: torch.Tensor, rows: int) -> Tree:
@@ -200,7 +218,61 @@ def distribution(options: Any) -> dict[str, Any]:
     return result
 
 
-SECTIONS = {"speed": speed, "tokens": tokens, "distribution": distribution}
+class HostStopwatch:
+    """``screen_race.Stopwatch`` of a machine without a GPU, whose times mean nothing."""
+
+    def __call__(
+        self, calls: Sequence[Callable[[], Any]], rounds: int, refresh: Callable[[int], None]
+    ) -> screen_race.Times:
+        times = []
+        for call in calls:
+            began = time.perf_counter()
+            call()
+            times.append([(time.perf_counter() - began) * 1e6] * rounds)
+        return times
+
+
+def decision(options: Any) -> dict[str, Any]:
+    """Per head: the seconds and the words of two races, of which the second finds everything loaded. Per heat of the
+    first: whether the screen won, and the times of both paths in the race and on the batches of ``Workload``."""
+    timer, heads = Timer(DEVICE), []
+    for shape in UNTABLED[: 2 if options.fast else None]:
+        head = LMHead(shape.weight(), softcap=shape.softcap)
+        table = screen_race.candidates(default_table(head), screen_race.raced_kinds(head))
+        screen = Screen(head, MAX_SCREENED_ROWS)
+        parts = Parts.of(head, screen, table)
+        compile_ahead([parts], MAX_SCREENED_ROWS, table)
+        watch = HostStopwatch() if DRY_RUN else screen_race.GraphStopwatch(DEVICE, CudaCapture(DEVICE))
+        outcomes = [screen_race.race(parts, table, watch) for _ in range(2)]
+        decided, rows = screen_race.decide(table, outcomes[0]), []
+        ways = {"builtin": Head(head, max_rows=MAX_SCREENED_ROWS, table=table)}
+        ways["screened"] = Head(head, max_rows=MAX_SCREENED_ROWS, table=table, screen=screen)
+        for heat in outcomes[0].heats:
+            work = Workload(head, heat.rows)
+            params = work.params(KIND_NAMES[heat.kind])
+            calls = {name: functools.partial(_draw_step, way, work, params) for name, way in ways.items()}
+            contenders = {name: timer.contender(call) for name, call in calls.items()}
+            rounds = timer.rounds(contenders, DECISION_ROUNDS, before_round=work.refresh)
+            row = {"kind": heat.kind, "B": heat.rows, "screen_wins": heat.screen_wins}
+            for name, raced in (("builtin", heat.builtin), ("screened", heat.screened)):
+                timing = rounds.timing(name)
+                row |= {f"{name}_race_us": round(statistics.fmean(raced), 2), f"{name}_us": round(timing.us, 2)}
+                row[f"{name}_spread"] = round(timing.spread, 2)
+            rows.append(row)
+            print(f"  {shape} {row}", flush=True)
+        seconds = [round(outcome.seconds, 3) for outcome in outcomes]
+        print(f"  {shape}: {seconds} s, {outcomes[0].words(decided)}", flush=True)
+        about = {"seconds": seconds, "words": outcomes[0].words(decided)}
+        about["skipped"] = [list(one) for one in outcomes[0].skipped]
+        heads.append(shape.fields | about | {"rows": rows})
+    return {"heads": heads}
+
+
+def _draw_step(head: Head, work: Workload, params: Sequence[BatchParams], step: int) -> SampleOutput:
+    return head.draw(work.hidden, params[step])
+
+
+SECTIONS = {"speed": speed, "tokens": tokens, "distribution": distribution, "decision": decision}
 
 
 def measure(options: Any, result: Result) -> int:

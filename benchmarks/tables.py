@@ -339,6 +339,22 @@ def screened_distribution(results: Results) -> pd.DataFrame | None:
     return None if section is None else listed(head, [[cell.format(**section) for cell in line]])
 
 
+def screened_decision(results: Results) -> pd.DataFrame | None:
+    """What the race at a start has decided for heads without a table, by the times of both paths afterwards."""
+    section = (results.data("screened") or {}).get("sections", {}).get("decision")
+    if section is None:
+        return None
+    lines = []
+    for head in section["heads"]:
+        taken = [(row["screened_us" if row["screen_wins"] else "builtin_us"], row) for row in head["rows"]]
+        over = [us / min(row["builtin_us"], row["screened_us"]) for us, row in taken]
+        won = sum(row["screen_wins"] for row in head["rows"])
+        seconds = ", ".join(f"{one:.2f}" for one in head["seconds"])
+        shape = f"{head['V']:,} x {head['D']:,}"
+        lines.append([shape, seconds, f"{len(over)}", f"{won}", f"{max(over):.3f}" if over else ""])
+    return listed(["head", "seconds of two races", "batches", "screen used for", "worst choice over the better"], lines)
+
+
 # --- servers --------------------------------------------------------------------------------------------------------
 
 
@@ -788,6 +804,7 @@ SECTIONS: dict[str, Section | Picture] = {
     "screened": Section(screened_speed, "screened", "speed"),
     "screened-tokens": Section(screened_tokens, "screened", "tokens"),
     "screened-distribution": Section(screened_distribution, "screened", "distribution"),
+    "screened-decision": Section(screened_decision, "screened", "decision"),
     "tuning": Section(tuning, "tuning"),
     "cpu": Section(cpu, "cpu"),
 }

@@ -129,10 +129,12 @@ def test_the_screened_benchmark_compares_tokens(dry_run, load):
 @pytest.mark.full
 def test_the_screened_benchmark_races_the_fused_path_and_keeps_other_sections(dry_run):
     before = dry_run("screened", "--only", "distribution")["sections"]
-    sections = dry_run("screened", "--only", "speed", "--keep")["sections"]
+    sections = dry_run("screened", "--only", "speed", "decision", "--keep")["sections"]
     assert sections["distribution"] == before["distribution"]
     assert {row["path"] for row in sections["speed"]["rows"]} >= {"gemm", "fused", "screened"}
     assert all(row["rows_left"] == 0 for row in sections["speed"]["rows"] if row["path"] == "screened")
+    (head,) = sections["decision"]["heads"]
+    assert len(head["seconds"]) == 2 and head["rows"][0]["kind"] == "plain" and head["rows"][0]["screened_us"] > 0
 
 
 @no_gpu
