@@ -77,7 +77,7 @@ def quantize_rows(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     scale = torch.empty(len(weight), device=weight.device)
     for ids in _parts_of(len(weight)):
         rows = weight[ids].float()
-        scale[ids] = rows.abs().amax(1) / E4M3_MAX
+        scale[ids] = (rows.abs().amax(1) / E4M3_MAX).clamp(min=torch.finfo(torch.float32).tiny)
         quantised[ids] = (rows / scale[ids, None]).to(torch.float8_e4m3fn)
     return quantised, scale
 
