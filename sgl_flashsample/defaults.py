@@ -2,8 +2,8 @@
 
 They are tables like the tuned ones, ``tables/builtin-*.json``, one per device family and size of a weight element. An
 entry serves batches of up to ``rows`` rows, and the last one larger batches too. The entries of sm90 for 2-byte weights
-are those that tuning runs on an H200 confirmed or chose; all others compile without register spills for their device
-and are not measured.
+are those that tuning runs on an H200 confirmed or chose; all others compile for their device with few register spills
+or none, and are not measured.
 
 On a CPU kernels are interpreted: there the configuration is computed, for as few programs as the interpreter allows.
 """
