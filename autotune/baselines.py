@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from ..kinds import BatchKind
+from ..tables.schema import HeadShape
 from .labels import GEMM
 from .timing import Call
 
@@ -24,6 +25,8 @@ FLASHINFER = "gemm+flashinfer"
 
 # Kinds of draws of a baseline.
 NOTHING, PLAIN, GREEDY, TRUNCATED = "nothing", "plain", "greedy", "truncated"
+
+NO_GEMM = "a GEMM multiplies no e4m3 weight with hidden states of another dtype"
 
 OFFSETS_PER_CALL = 4096  # a thread of FlashInfer's draws far fewer numbers per call
 
@@ -87,9 +90,11 @@ def baselines(
         yield Baseline(FLASHINFER, TRUNCATED, form, truncated(flashinfer, source, batch))
 
 
-def baseline_names(kind: BatchKind, *, flashinfer: bool) -> list[str]:
+def baseline_names(kind: BatchKind, head: HeadShape, *, flashinfer: bool) -> list[str]:
     """The baselines that are timed beside the contenders of a race. flashinfer: it can be raced. With penalties, a
-    grammar or a bias no other sampler draws from the logits of the GEMM."""
+    grammar or a bias no other sampler draws from the logits of the GEMM. A quantised head has none (``NO_GEMM``)."""
+    if head.is_quantised:
+        return []
     if kind.greedy:
         return [GEMM, ARGMAX]
     return [GEMM, FLASHINFER] if flashinfer and not kind.edit else [GEMM]

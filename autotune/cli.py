@@ -242,7 +242,7 @@ HEAD = (
     _argument("--model-path", metavar="MODEL", help="a model's folder, as servers call it"),
     _argument("--vocab", type=int, metavar="V", help="ids of the whole head, instead of the config's"),
     _argument("--hidden", type=int, metavar="D", help="hidden size, instead of the config's"),
-    _argument("--dtype", help="dtype of the head's weight: bf16, fp16 or fp32"),
+    _argument("--dtype", help="dtype of the head's weight: bf16, fp16, fp32, or e4m3 with a scale per row"),
     _argument("--softcap", action=argparse.BooleanOptionalAction, help="the logits have a softcap, or none"),
     _argument("--tp", "--tp-size", type=int, default=1, help="tensor-parallel degree: the head is one shard"),
 )

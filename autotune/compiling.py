@@ -79,7 +79,9 @@ class CompilingWorker:
         total = torch.cuda.get_device_properties(self.device).total_memory if self.device.type == "cuda" else 0
         if total and size * self.processes >= HEAD_SHARE * total:
             whole = first_ids(whole, self.many_ids)
-        head = dataclasses.replace(whole, weight=torch.empty_like(whole.weight, device=self.device))
+        scale = None if whole.scale is None else torch.empty_like(whole.scale, device=self.device)
+        weight = torch.empty_like(whole.weight, device=self.device)
+        head = dataclasses.replace(whole, weight=weight, scale=scale)
         shortened = first_ids(head, self.many_ids)
         self._heads = [head, shortened] if shortened.vocab_size != head.vocab_size else [head]
         self._shape, self._screens = shape, {}

@@ -113,7 +113,7 @@ class CorrectnessCheck:
         while kind.truncate and int((probability > 0).sum()) < MIN_ALLOWED and scale > 2.0**-8:
             scale /= 2  # a nucleus of a token or two is drawn right by a kernel that is wrong
             edits, probability = self._distribution(kind, truncation, rows, scale)
-        hidden = torch.zeros(rows, weight.shape[1], dtype=weight.dtype, device=device)
+        hidden = torch.zeros(rows, weight.shape[1], dtype=head.hidden_dtype, device=device)
         hidden[:, 0] = scale
         row, ones = torch.arange(rows, device=device), torch.ones(rows, device=device)
         counts = torch.zeros(size, dtype=torch.int64, device=device)
@@ -139,7 +139,10 @@ class CorrectnessCheck:
         """The edits of ``rows`` rows whose logits are the head's first column times ``scale``, and ``[V]``, their
         distribution."""
         head, edits = self.many, None
-        logits = transform_ref(head.weight[None, :, 0].double() * scale, head.rounding, softcap=head.softcap)
+        column = head.weight[None, :, 0].float() * scale
+        if head.scale is not None:  # one float32 product, as in the kernel, and the only rounding before the logit's
+            column *= head.scale
+        logits = transform_ref(column.double(), head.rounding, softcap=head.softcap)
         if kind.edit:  # edits of all kinds, the same in every row
             edits, _ = edits_of_every_kind(torch.zeros(rows, dtype=torch.int64, device=logits.device), head)
             _, edited = edits_of_every_kind(torch.zeros(1, dtype=torch.int64, device=logits.device), head)

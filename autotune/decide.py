@@ -260,7 +260,7 @@ class Decider:
         if kind.screen:  # a screen must beat this choice to earn its memory
             entered.append(self._unscreened(kind, rows))
         configs = {key_of(config): config for config in entered if not self._is_refused(config, kind)}
-        others = baseline_names(kind, flashinfer=self.flashinfer())
+        others = baseline_names(kind, plan.head, flashinfer=self.flashinfer())
         # Only a whole vocabulary is truncated: a shard has no such batches.
         allowed = self.writer.flashinfer and self.flashinfer() and FLASHINFER_LABEL not in self.context.rejected
         if allowed and kind == TRUNCATE:

@@ -161,7 +161,7 @@ def builtin_config(device: Device, head: HeadShape, rows: int, kind: BatchKind) 
 def traits_of(device: Device, head: HeadShape) -> HeadTraits | None:
     """The traits that built-in choices depend on; None for a device without them."""
     family = family_of(device.cc)
-    return HeadTraits(family, ITEMSIZE[head.dtype], head.vocab, head.hidden) if family is not None else None
+    return HeadTraits.of_shape(head, family) if family is not None else None
 
 
 def same_kernels(table: Table) -> bool:

@@ -17,7 +17,9 @@ import triton
 
 from .. import __version__
 from ..kernels.params import LMHead
+from ..kernels.workspace import Workspace
 from ..kinds import KIND_NAMES, MAX_SCREENED_ROWS, PLAIN, BatchKind, Config, SamplingPath
+from ..paths import compute_logits
 from ..tables.lookup import device_of, environment
 from ..tables.schema import HeadShape
 from .baselines import FLASHINFER, baseline_call, baselines, import_flashinfer
@@ -26,7 +28,7 @@ from .errors import error_of
 from .labels import config_of
 from .launcher import Launcher, draw
 from .timing import Call, Contender, Timer, busy_percent, copies_needed
-from .workload import TORCH_DTYPES, Workload, make_head, make_weight, weight_shape
+from .workload import Workload, copy_of, random_head
 
 COMPILING_LATE = "compiling late"  # compilation that a compiling process should have done before the check
 SCREENING_SAMPLES = 3
@@ -83,13 +85,12 @@ class MeasuringWorker:
             return
         self._shape, self._heads, self._workloads, self._racing = None, [], {}, {}
         self._launcher = Launcher(self.device, MAX_SCREENED_ROWS)
-        weight = make_weight(*weight_shape(shape), TORCH_DTYPES[shape.dtype], self.device)
-        copies = [weight, *(weight.clone() for _ in range(copies_needed(weight) - 1))]
-        self._heads = [make_head(shape, copy) for copy in copies]
-        self._check = CorrectnessCheck(self._heads[0])
+        head = random_head(shape, self.device)
+        self._heads = [head, *(copy_of(head) for _ in range(copies_needed(head.weight) - 1))]
+        self._check = CorrectnessCheck(head)
         self._shape = shape
-        hidden = self._workload(16).hidden
-        self.timer.warm_up(lambda step: torch.mm(hidden, weight.T))
+        hidden, workspace = self._workload(16).hidden, Workspace(1, self.device)
+        self.timer.warm_up(lambda step: compute_logits(hidden, head, workspace))
 
     def _trial(self, request: dict[str, Any]) -> dict[str, Any]:
         """Tokens first; then the median time of a few samples, per batch size."""

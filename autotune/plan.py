@@ -8,7 +8,7 @@ import itertools
 import os
 from collections.abc import Iterable
 
-from ..defaults import HeadTraits, all_configs, default_config, defaults_digest, family_of
+from ..defaults import LEAST_E4M3, HeadTraits, all_configs, default_config, defaults_digest, family_of
 from ..kernels.config import GROUP_SIZE, MIN_CHUNK, ReadConfig, ScreenConfig, TileConfig, cdiv
 from ..kernels.int8_head import MAX_HIDDEN
 from ..kinds import KIND_NAMES, MAX_SCREENED_ROWS, BatchKind, Config, SamplingPath, path_of
@@ -110,10 +110,14 @@ class Plan:
 
     @property
     def family(self) -> str:
-        """The device family. Raises ValueError for a device without built-in choices."""
-        family = family_of(self.device.cc)
-        if family is None:
-            raise ValueError(f"{self.device.name} has compute capability {self.device.cc}; expected 8.0 or newer")
+        """The device family. Raises ValueError for a device without built-in choices, and for one whose kernels cannot
+        read the head."""
+        family, least = family_of(self.device.cc), LEAST_E4M3 if self.head.is_quantised else (8, 0)
+        if family is None or tuple(map(int, self.device.cc.split("."))) < least:
+            expected = "{}.{} or newer".format(*least)
+            raise ValueError(
+                f"{self.device.name} has compute capability {self.device.cc}; expected {expected} for {self.head.dtype}"
+            )
         return family
 
     @property
@@ -133,7 +137,8 @@ class Plan:
 
     @property
     def kinds(self) -> tuple[BatchKind, ...]:
-        """Only a whole vocabulary is truncated, and only hidden sizes for which its bound holds have a screen."""
+        """Only a whole vocabulary is truncated. Only a head that is not quantised, of a hidden size for which its bound
+        holds, has a screen."""
         kinds = (kind for kind in KINDS if self.head.tp == 1 or not kind.truncate)
         return tuple(kind for kind in kinds if self.sizes_of(kind))
 
@@ -141,6 +146,8 @@ class Plan:
         """The batch sizes that are decided for ``kind``."""
         if not kind.screen:
             return self.sizes
+        if self.head.is_quantised:  # an INT8 copy is no smaller
+            return ()
         return tuple(rows for rows in self.sizes if rows <= MAX_SCREENED_ROWS and self.head.hidden <= MAX_HIDDEN)
 
     @functools.cached_property
@@ -193,7 +200,7 @@ class Plan:
 
     def default(self, rows: int, kind: BatchKind) -> Config:
         """The built-in choice, as its launcher runs it."""
-        config = default_config(HeadTraits(self.family, self.itemsize, self.head.vocab, self.head.hidden), rows, kind)
+        config = default_config(HeadTraits.of_shape(self.head, self.family), rows, kind)
         if isinstance(config, TileConfig) and not self.limits.tma:
             return dataclasses.replace(config, tma=False, hidden_tma=False)
         return config

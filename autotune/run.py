@@ -24,8 +24,10 @@ from ..kinds import PLAIN, BatchKind, Config
 from ..tables.fingerprint import installed_fingerprints
 from ..tables.lookup import load_table, tables_in
 from ..tables.schema import Device, HeadShape, Table, file_name
+from .baselines import ARGMAX, FLASHINFER, NO_GEMM
 from .decide import NOISY, Decider
 from .decisions import SAME_ENV, baseline_ratio, device_and_head
+from .labels import GEMM
 from .plan import EFFORTS, SIZES, Effort, Plan, usual_compilers
 from .pool import (
     HELLO_SECONDS,
@@ -206,7 +208,10 @@ class _Coordinator:
         self.preparing.add(prepare())
 
     def _search(self, search: Search) -> None:
-        if self.effort.baselines or self.options.flashinfer:
+        quantised = self.options.head.is_quantised
+        if quantised:
+            self.progress.note(f"{GEMM}, {ARGMAX} and {FLASHINFER} are not raced: {NO_GEMM}")
+        if (self.effort.baselines and not quantised) or self.options.flashinfer:
             self._prepare_baselines()
 
         def tick() -> None:

@@ -98,7 +98,8 @@ MAX_ROWS_ONE_LAUNCH = 16  # rows per tile that one program reduces as fast as a 
 MIN_STAGES, MAX_STAGES, MAX_RESCORE_STAGES = 2, 8, 4
 # Shared memory that the epilogue's reductions and layout changes take beside the pipeline's buffers.
 EPILOGUE_BYTES = 8 * 1024
-# Accumulator registers per thread beyond which every variant spills; edits need as many registers again.
+# Accumulator registers per thread beyond which every variant spills; edits need as many registers again, and so do
+# weights that are converted on their way to a tensor core.
 MAX_ACCUMULATORS = 128
 MAX_ACCUMULATORS_EDITED = 64
 # Bytes of local memory per thread beyond which a binary is not worth a measurement.
@@ -111,6 +112,14 @@ FIRST_TILES = {
     32: ((128, 128, 4, 1), (128, 128, 8, 1), (64, 128, 4, 1), (128, 64, 4, 2), (64, 128, 4, 2)),
     64: ((128, 128, 4, 1), (256, 64, 8, 1), (128, 128, 8, 1), (128, 64, 4, 1), (128, 64, 4, 2), (64, 128, 4, 2)),
     128: ((128, 64, 8, 1), (64, 128, 8, 1), (128, 128, 8, 1), (256, 64, 8, 1)),
+}
+# Those of an E4M3 head, whose bytes need taller tiles for as many in flight. Up to 16 rows these were the best on an
+# H200; beyond, a tile of more ids reads the hidden states less often.
+FIRST_QUANTISED_TILES = {
+    16: ((64, 256, 4, 2), (128, 128, 4, 2), (128, 256, 8, 1), (256, 128, 8, 1), (64, 128, 4, 2)),
+    32: ((64, 256, 4, 2), (128, 256, 8, 1), (128, 128, 8, 1), (128, 128, 4, 2), (256, 128, 8, 1)),
+    64: ((256, 64, 8, 1), (128, 128, 8, 1), (256, 128, 8, 1), (128, 256, 8, 1), (64, 256, 8, 1), (64, 256, 4, 1)),
+    128: ((128, 64, 8, 1), (64, 128, 8, 1), (128, 128, 8, 1), (64, 64, 8, 1)),
 }
 FIRST_READERS = ("1x1024x1", "1x512x1", "2x512x1", "1x1024x2")
 # First trials of a screen, each launch with the first of the other: by the source of the ids of rescoring programs, by
@@ -129,6 +138,10 @@ class Limits:
     shared_memory: int
     tma: bool
     chunk: int
+
+    @property
+    def quantised(self) -> bool:
+        return self.itemsize == 1
 
     def deepest(self, config: TileConfig | ScreenConfig) -> TileConfig | ScreenConfig:
         """``config`` with its pipelines shortened to what fits in shared memory, to 1 stage at least."""
@@ -166,6 +179,8 @@ class Space:
             axes["block_d"] = tuple(size for size in axes["block_d"] if size <= widest) or (max(16, widest),)
             axes["descriptors"] = axes["descriptors"][:2] if self.limits.tma else ("none",)
             axes["rows_first"] = axes["rows_first"] if self.block_b >= MIN_ROWS_FIRST else (False,)
+            if self.limits.quantised:  # as the right operand, converted weights go through shared memory once more
+                axes["rows_first"] = axes["rows_first"][::-1]
         return axes
 
     def config(self, point: dict[str, Any]) -> Config | None:
@@ -194,7 +209,8 @@ class Space:
         if isinstance(config, ReadConfig):
             return None
         threads = config.num_warps * 32
-        accumulators, most = config.block_v * config.block_b, MAX_ACCUMULATORS_EDITED if self.edit else MAX_ACCUMULATORS
+        accumulators, few = config.block_v * config.block_b, self.edit or self.limits.quantised
+        most = MAX_ACCUMULATORS_EDITED if few else MAX_ACCUMULATORS
         stages = config.stages
         if isinstance(config, ScreenConfig):
             # Two bounds of each logit are as many registers as a logit and its edits.
@@ -254,7 +270,8 @@ class Space:
             by_head_first = self.edit or self.block_b <= MAX_ROWS_ONE_LAUNCH
             names = ("block_v", "block_d", "num_warps", "ctas_per_sm")
             for descriptors in sorted(self.axes["descriptors"], reverse=not by_head_first):
-                tiles = [dict(zip(names, tile, strict=True)) for tile in FIRST_TILES.get(self.block_b, ())]
+                best = FIRST_QUANTISED_TILES if self.limits.quantised else FIRST_TILES
+                tiles = [dict(zip(names, tile, strict=True)) for tile in best.get(self.block_b, ())]
                 changes += [{**tile, "descriptors": descriptors} for tile in tiles]
         points = [usual | change for change in changes]
         configs = [self.config(point) for point in points if all(v in self.axes[n] for n, v in point.items())]

@@ -19,7 +19,7 @@ import triton
 
 from ..kernels.launch import Gpu, pretend_gpu
 from ..paths import Parts
-from ..screen import UnwrittenScreen
+from ..screen import UnwrittenScreen, unsupported_head
 from ..screen_race import candidates, raced_kinds, unsupported_race
 from ..selfcheck import CHECKED_ROWS, MAX_COMPILED_ROWS, MAX_IDS, compile_ahead, first_ids
 from ..tables.lookup import resolve
@@ -52,8 +52,8 @@ def warm(
     """Compile for ``device``, which need not be here. The process can launch nothing afterwards.
 
     file: the tuned table, None for the one that a server finds. screened: also the kernels of screened batches, where
-    the table takes that path, or where a server without a table tries it. max_rows: rows of the largest batch. step:
-    called after each kernel.
+    the table takes that path, or where a server without a table tries it; none of a quantised head. max_rows: rows of
+    the largest batch. step: called after each kernel.
     """
     major, minor = map(int, device.cc.split("."))
     pretend_gpu(Gpu((major, minor), device.sms))
@@ -62,6 +62,7 @@ def warm(
     resolved = resolve(head, file=file, device=device)
     heads = [head, first_ids(head, MAX_IDS)]
     table = resolved.dispatch
+    screened = screened and unsupported_head(head) is None
     if screened and resolved.table_file is None and unsupported_race(head) is None:
         table = candidates(table, raced_kinds(head))  # a server races them at its start
     rows = table.screened_rows(max_rows) if screened else 0

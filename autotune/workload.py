@@ -9,7 +9,9 @@ channels, as a model's are: one large channel would take up the range of an INT8
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+from collections.abc import Iterator
 
 import torch
 
@@ -24,7 +26,13 @@ from ..tables.schema import HeadShape
 from .baselines import OFFSETS_PER_CALL, BaselineBatch
 from .timing import MAX_CALLS
 
-TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+TORCH_DTYPES = {
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp32": torch.float32,
+    "e4m3": torch.float8_e4m3fn,
+}
+E4M3_MAX = 448.0  # the largest number of float8_e4m3fn
 SOFTCAP = 30.0  # softcap of heads that have one; times do not depend on its value
 
 # Slope and deviation of the noise, by profile.
@@ -37,13 +45,41 @@ REACH = 0.5  # part of a hidden state along its profile's direction, per root of
 CHUNK_IDS = 16_384
 
 
-def make_head(shape: HeadShape, weight: torch.Tensor) -> LMHead:
-    return LMHead(weight, vocab_size=shape.vocab, softcap=SOFTCAP if shape.softcap else None)
+def make_head(shape: HeadShape, weight: torch.Tensor, scale: torch.Tensor | None = None) -> LMHead:
+    """scale: of a quantised weight, ``[rows]`` float32."""
+    return LMHead(weight, vocab_size=shape.vocab, scale=scale, softcap=SOFTCAP if shape.softcap else None)
 
 
 def empty_head(shape: HeadShape, device: torch.device | str) -> LMHead:
     """A head whose numbers do not matter."""
-    return make_head(shape, torch.empty(weight_shape(shape), dtype=TORCH_DTYPES[shape.dtype], device=device))
+    size, dtype = weight_shape(shape), TORCH_DTYPES[shape.dtype]
+    scale = torch.empty(size[0], device=device) if shape.is_quantised else None
+    return make_head(shape, torch.empty(size, dtype=dtype, device=device), scale)
+
+
+def random_head(shape: HeadShape, device: torch.device) -> LMHead:
+    """A head with the weight of ``make_weight``; of a quantised one, the bfloat16 weight quantised."""
+    if not shape.is_quantised:
+        return make_head(shape, make_weight(*weight_shape(shape), TORCH_DTYPES[shape.dtype], device))
+    return make_head(shape, *quantize_rows(make_weight(*weight_shape(shape), torch.bfloat16, device)))
+
+
+def copy_of(head: LMHead) -> LMHead:
+    """``head`` in other memory."""
+    scale = None if head.scale is None else head.scale.clone()
+    return dataclasses.replace(head, weight=head.weight.clone(), scale=scale)
+
+
+def quantize_rows(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """``[V, D]`` float8_e4m3fn and ``[V]`` float32 from a ``[V, D]`` weight: the largest element of each row becomes
+    ``E4M3_MAX`` times the row's scale, as in checkpoints. A part at a time: the weight may fill half of a device."""
+    quantised = torch.empty_like(weight, dtype=torch.float8_e4m3fn)
+    scale = torch.empty(len(weight), device=weight.device)
+    for ids in _parts_of(len(weight)):
+        rows = weight[ids].float()
+        scale[ids] = (rows.abs().amax(1) / E4M3_MAX).clamp(min=torch.finfo(torch.float32).tiny)
+        quantised[ids] = (rows / scale[ids, None]).to(torch.float8_e4m3fn)
+    return quantised, scale
 
 
 def weight_shape(shape: HeadShape) -> tuple[int, int]:
@@ -60,11 +96,14 @@ def make_weight(rows: int, hidden: int, dtype: torch.dtype, device: torch.device
     slopes = torch.tensor([slope for slope, _ in PROFILES.values()], device=device)
     shares = -rank.float().log()[:, None] * slopes / (REACH * hidden**0.5)
     along = directions(hidden, device)
-    for first in range(0, rows, CHUNK_IDS):
-        ids = slice(first, min(first + CHUNK_IDS, rows))
-        noise = torch.randn(ids.stop - first, hidden, device=device, generator=generator) / hidden**0.5
+    for ids in _parts_of(rows):
+        noise = torch.randn(ids.stop - ids.start, hidden, device=device, generator=generator) / hidden**0.5
         weight[ids] = noise.addmm_(shares[ids], along)
     return weight
+
+
+def _parts_of(rows: int) -> Iterator[slice]:
+    return (slice(first, min(first + CHUNK_IDS, rows)) for first in range(0, rows, CHUNK_IDS))
 
 
 def directions(hidden: int, device: torch.device) -> torch.Tensor:
@@ -86,7 +125,7 @@ class Workload:
     def __init__(self, head: LMHead, rows: int, profile: str | None = None) -> None:
         weight, self.head = head.weight, head
         device, self.rows, self.vocab = weight.device, rows, head.vocab_size
-        self.hidden = torch.empty(rows, weight.shape[1], dtype=weight.dtype, device=device)
+        self.hidden = torch.empty(rows, weight.shape[1], dtype=head.hidden_dtype, device=device)
         row = torch.arange(rows, device=device)
         self.profile = row % len(PROFILES) if profile is None else torch.full_like(row, list(PROFILES).index(profile))
         deviations = torch.tensor([deviation for _, deviation in PROFILES.values()], device=device)
@@ -120,7 +159,9 @@ class Workload:
         return self._params[kind]
 
     def for_baselines(self, heads: list[LMHead], kind: BatchKind) -> BaselineBatch:
-        """The batch for baselines. heads: copies, read in turns."""
+        """The batch for baselines. heads: copies, read in turns. Raises ValueError for quantised ones."""
+        for head in heads:
+            head.check_not_quantised()
         limits = self._truncation(kind)
         return BaselineBatch(
             hidden=self.hidden,

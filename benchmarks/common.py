@@ -50,13 +50,16 @@ class Shape:
     def fields(self) -> dict[str, int]:
         return {"D": self.hidden, "V": self.vocab}
 
-    def weight(self) -> torch.Tensor:
-        """``[V, D]``, the head that the tuner measures on, whatever the profile of the hidden states."""
-        return make_weight(self.vocab, self.hidden, DTYPE, DEVICE)
+    def weight(self, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """``[V, D]``, the head that the tuner measures on, whatever the profile of the hidden states. dtype: ``DTYPE``
+        when None."""
+        return make_weight(self.vocab, self.hidden, dtype or DTYPE, DEVICE)
 
 
 DEVICE = torch.device("cpu" if DRY_RUN or not torch.cuda.is_available() else "cuda")
 DTYPE = torch.float32 if DEVICE.type == "cpu" else torch.bfloat16
+# Of heads that are raced beside quantised ones, whose hidden states have 2 bytes: the interpreter's bfloat16 is wrong.
+HALF_DTYPE = torch.float16 if DEVICE.type == "cpu" else torch.bfloat16
 SHAPES = (
     [Shape(48, 777, 30.0)]
     if DEVICE.type == "cpu"
@@ -183,12 +186,14 @@ def reason_of(error: BaseException) -> str:
 
 def print_rows(title: str, rows: list[dict[str, Any]]) -> None:
     """The times of one race, for who watches; over the floor where that is known."""
-    floor = next((row["us"] for row in rows if row["path"] == "read"), None)
+    # A floor is of one head.
+    floor = next((row["us"] for row in rows if row["path"] == "read" and "dtype" not in rows[0]), None)
     print(title, flush=True)
     for row in rows:
         over = f" {row['us'] / floor:7.3f} of the floor" if floor else ""
         ratio = f", {1 + row['ratio']['off']:.3f} of {row['older_us']:.1f}" if "ratio" in row else ""
-        line = f"  {row['sampling']:12} {row['path']:18} {row['us']:8.1f} +- {row['us_spread']:5.1f} us{over}{ratio}"
+        path = " ".join(filter(None, (row.get("dtype"), row["path"])))
+        line = f"  {row['sampling']:12} {path:18} {row['us']:8.1f} +- {row['us_spread']:5.1f} us{over}{ratio}"
         print(f"{line}  {row['form']}{', picked' * row.get('picked', False)}", flush=True)
 
 

@@ -17,7 +17,7 @@ from common import DEVICE, DRY_RUN, Shape, reason_of
 import sgl_flashsample
 from sgl_flashsample.autotune import baselines
 from sgl_flashsample.autotune.timing import Call
-from sgl_flashsample.autotune.workload import Workload
+from sgl_flashsample.autotune.workload import TORCH_DTYPES, Workload, quantize_rows
 from sgl_flashsample.kernels.params import Edit, LogitEdits
 from sgl_flashsample.kinds import PLAIN, BatchKind, SamplingPath
 from sgl_flashsample.tools.samplings import SAMPLINGS, Sampling
@@ -37,18 +37,21 @@ MIN_SLOTS, SLOTS_PER_ROW = 1 << 16, 1024  # sizes of a workspace: more than any 
 @dataclasses.dataclass(frozen=True)
 class Selection:
     """A choice of contenders: paths (ours and baselines) and names of ``SAMPLINGS``. tuned: with the tuned table that a
-    server would find, not the built-in choices. compared: an older tree of the project whose paths are raced too."""
+    server would find, not the built-in choices. compared: an older tree of the project whose paths are raced too.
+    quantised: our paths are also raced on the same head in float8_e4m3fn."""
 
     paths: tuple[str, ...]
     samplings: tuple[str, ...]
     tuned: bool = False
     compared: Path | None = None
+    quantised: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
 class Entrant:
     """One way to do a step. form: how, where a path has several, or its configuration. picked: a batch takes it by
-    itself. older: of the older tree."""
+    itself. older: of the older tree. dtype: of the head, as tables name it, where heads of two dtypes are raced;
+    else empty."""
 
     path: str
     sampling: str
@@ -56,23 +59,36 @@ class Entrant:
     call: Call
     picked: bool = False
     older: bool = False
+    dtype: str = ""
 
     @property
     def name(self) -> str:
-        return f"{'older ' * self.older}{self.path} {self.sampling}: {self.form}"
+        words = ["older"] * self.older + [self.dtype] * bool(self.dtype) + [self.path, self.sampling]
+        return f"{' '.join(words)}: {self.form}"
 
 
 class Tree:
     """One tree of the project, for one head. An older tree is imported under another name, so that both run in one
     process: its modules import each other by relative names only.
 
-    tuned: of ``Selection``. rows: of the largest batch. screened_rows: of the largest batch with a screen.
+    tuned: of ``Selection``. rows: of the largest batch. screened_rows: of the largest batch with a screen. head: more
+    options of ``LMHead``. dtype: of ``Entrant``.
     """
 
-    def __init__(self, weight: torch.Tensor, softcap: float | None, rows: int, *, tuned: bool, folder: Path | None):
+    def __init__(
+        self,
+        weight: torch.Tensor,
+        softcap: float | None,
+        rows: int,
+        *,
+        tuned: bool,
+        folder: Path | None,
+        dtype: str = "",
+        **head: Any,
+    ):
         self._api = sgl_flashsample if folder is None else import_tree(folder)
-        self.is_older = folder is not None
-        self.head = self._api.LMHead(weight, softcap=softcap)
+        self.is_older, self.dtype = folder is not None, dtype
+        self.head = self._api.LMHead(weight, softcap=softcap, **head)
         self.table = self._table(tuned)
         self.screened_rows = min(rows, MAX_SCREENED_ROWS)
         slots = 4096 if DRY_RUN else max(MIN_SLOTS, SLOTS_PER_ROW * rows)
@@ -143,7 +159,7 @@ class Tree:
             out = draw(batch.hidden, params=params[step], path=which_path, return_logprob=sampling.logprob)
             return out.token_ids
 
-        return Entrant(path, name, self._label(config), call, config == picked, self.is_older)
+        return Entrant(path, name, self._label(config), call, config == picked, self.is_older, self.dtype)
 
 
 def import_tree(folder: Path) -> Any:
@@ -167,7 +183,16 @@ def import_tree(folder: Path) -> Any:
 
 
 def trees(shape: Shape, weight: torch.Tensor, rows: int, selection: Selection) -> list[Tree]:
-    """This one and, if that is asked for, the older one. rows: of the largest batch."""
+    """This one and, if that is asked for, the older one, or this one with the head quantised. rows: of the largest
+    batch."""
+    if selection.quantised:
+        make = functools.partial(Tree, softcap=shape.softcap, rows=rows, tuned=selection.tuned, folder=None)
+        quantised, scale = quantize_rows(weight)
+        half = next(name for name, dtype in TORCH_DTYPES.items() if dtype is weight.dtype)
+        return [
+            make(weight, dtype=half),
+            make(quantised, dtype="e4m3", scale=scale, hidden_dtype=weight.dtype),
+        ]
     folders = [None, *([selection.compared] if selection.compared is not None else [])]
     return [Tree(weight, shape.softcap, rows, tuned=selection.tuned, folder=folder) for folder in folders]
 

@@ -106,16 +106,17 @@ class Race:
         return None if timing is None else moved_bytes * timing.us / READ_BYTES
 
     def rows(self, cell: dict[str, Any]) -> list[dict[str, Any]]:
-        """One row of a result file per path and sampling, the fastest form of each; the older tree has none. ``READ``
-        is the time of reading the head once. cell: fields of every row."""
-        fastest: dict[tuple[str, str], tuple[Timing, Entrant]] = {}
+        """One row of a result file per path and sampling, and dtype of the head where there are several, the fastest
+        form of each; the older tree has none. ``READ`` is the time of reading the batch's own head once. cell: fields
+        of every row."""
+        fastest: dict[tuple[str, str, str], tuple[Timing, Entrant]] = {}
         for one in self.entrants:
-            timing, key = self.timing(one.name), (one.sampling, one.path)
+            timing, key = self.timing(one.name), (one.dtype, one.sampling, one.path)
             if timing is not None and not one.older and (key not in fastest or timing.us < fastest[key][0].us):
                 fastest[key] = timing, one
         rows = []
-        for (sampling, path), (timing, one) in fastest.items():
-            row = cell | {"sampling": sampling, "path": path}
+        for (dtype, sampling, path), (timing, one) in fastest.items():
+            row = cell | ({"dtype": dtype} if dtype else {}) | {"sampling": sampling, "path": path}
             row |= {"us": round(timing.us, 2), "us_spread": round(timing.spread, 2)}
             row["form"] = one.form + (", without a graph" if one.name in self._eager else "")
             rows.append(row | ({"picked": True} if one.picked else {}))

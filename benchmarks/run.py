@@ -37,6 +37,7 @@ BENCHMARKS = {
         "every sampling feature, with a screen and without; searches; tokens against the reference",
         "a GPU, FlashInfer",
     ),
+    "quantised": Entry("step", "a head in float8_e4m3fn beside the same head in bfloat16, in one race", "a GPU"),
     "screened": Entry(
         "screened",
         "the screened path: speed, tokens against the fused path, distribution, what a server without a table decides",

@@ -29,7 +29,7 @@ from racing import Race, Session
 
 from sgl_flashsample import BatchParams, Head, LMHead, SampleOutput, SamplingPath, Truncation, screen_race
 from sgl_flashsample.autotune import baselines
-from sgl_flashsample.autotune.timing import Timer, copies_needed
+from sgl_flashsample.autotune.timing import Timer
 from sgl_flashsample.autotune.workload import Workload
 from sgl_flashsample.dispatch import default_table
 from sgl_flashsample.kernels.workspace import ScreenCounter

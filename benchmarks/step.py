@@ -1,4 +1,4 @@
-"""The whole last step, LM head to token, raced on this GPU: ``kernels`` and ``features``."""
+"""The whole last step, LM head to token, raced on this GPU: ``kernels``, ``features`` and ``quantised``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from common import DRY_RUN, SHAPES, Benchmark, Result
+from common import DRY_RUN, HALF_DTYPE, SHAPES, Benchmark, Result, Shape
 from contenders import (
     BASELINES,
     OURS,
@@ -53,6 +53,13 @@ profiles of the distribution: peaked, typical and flat. Also counts, per feature
 tokens took a search over their logits, and compares tokens with the float64 reference. ``--fast``: three batch sizes of
 five.
 """
+QUANTISED = """Races a head in float8_e4m3fn with a scale per row beside the same head in bfloat16; writes JSON.
+
+    python benchmarks/run.py quantised --out benchmarks/results/h200-quantised.json
+
+Both heads draw from the same hidden states, on the path and with the configuration that a batch takes by itself, in the
+same rounds. ``--fast``: three batch sizes of seven.
+"""
 # Some have one row more than a block of rows: a second block, which has to find the head in L2.
 BATCHES = (3,) if DRY_RUN else (1, 2, 4, 8, 16, 17, 32, 64, 65, 128, 129, 256, 512)
 FAST_BATCHES = (3,) if DRY_RUN else (1, 16, 64, 129, 256)
@@ -65,6 +72,9 @@ FEATURE_BATCHES = (3,) if DRY_RUN else (1, 8, 16, 32, 64)
 FAST_FEATURE_BATCHES = (3,) if DRY_RUN else (1, 16, 64)
 FEATURED = ("t1", "greedy", "logprob", "k20p95", "k50p90", "p90", "minp05", "k1000")
 FEATURED += ("penalties", "bias", "bitmask", "edits", "edits+k50p90")
+QUANTISED_SHAPES = SHAPES if DRY_RUN else [Shape(4096, 151936), Shape(5120, 248320)]
+QUANTISED_BATCHES = (3,) if DRY_RUN else (1, 8, 16, 32, 64, 128, 256)
+FAST_QUANTISED_BATCHES = (3,) if DRY_RUN else (1, 16, 64)
 # Rows sampled per profile and sampling, for the count of searches; rows of these that are compared; rows of float64 at
 # a time.
 COUNTED, CHECKED, CHECKED_AT_ONCE = (3, 3, 3) if DRY_RUN else (4096, 256, 64)
@@ -134,7 +144,7 @@ def judge(lines: list[dict[str, Any]]) -> tuple[str, bool]:
 
 def race_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batches", nargs="+", type=int)
-    parser.add_argument("--rounds", type=int, help="1 in a dry run; by default 9 for kernels, 7 for features")
+    parser.add_argument("--rounds", type=int, help="1 in a dry run; by default 9, for features 7")
     parser.add_argument("--tuned", action="store_true", help="with tuned tables that fit, not the built-in choices")
 
 
@@ -281,8 +291,28 @@ def features(options: Any, result: Result) -> int:
     return 0
 
 
-PLACE = ("D", "V", "B", "profile", "sampling", "path")
+def prepare_quantised(options: Any) -> None:
+    options.batches = options.batches or list(FAST_QUANTISED_BATCHES if options.fast else QUANTISED_BATCHES)
+    check_race(options, 9)
+
+
+def quantised(options: Any, result: Result) -> int:
+    result.env["arguments"] = {"rounds": options.rounds, "tuned": options.tuned}
+    selection = Selection((PICKED,), COMPARED, options.tuned, quantised=True)
+    session = Session(QUANTISED_SHAPES, options.batches, selection, result.env)
+    for shape in QUANTISED_SHAPES:
+        both = trees(shape, shape.weight(HALF_DTYPE), max(options.batches), selection)
+        for rows in options.batches:
+            batch, cell = Workload(both[0].head, rows, "typical"), shape.fields | {"B": rows}
+            result.add(session.race(both, batch, options.rounds, cell))
+        del both, batch
+    print(f"{session.seconds:.0f} s in all", flush=True)
+    return 0
+
+
+PLACE = ("D", "V", "B", "profile", "dtype", "sampling", "path")
 BENCHMARKS = {
     "kernels": Benchmark(KERNELS, kernels, kernels_options, prepare_kernels, place=PLACE),
     "features": Benchmark(FEATURES, features, features_options, prepare_features, place=PLACE),
+    "quantised": Benchmark(QUANTISED, quantised, race_options, prepare_quantised, place=PLACE),
 }

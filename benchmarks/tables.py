@@ -295,6 +295,22 @@ def searches(results: Results) -> pd.DataFrame | None:
     return table
 
 
+def quantised(results: Results) -> pd.DataFrame | None:
+    """Of each head, sampling and batch size that was raced in two dtypes."""
+    pairs: dict[tuple[Any, ...], dict[str, Row]] = {}
+    for row in results.rows("quantised"):
+        if "dtype" in row:
+            pairs.setdefault((row["V"], row["D"], row["sampling"], row["B"]), {})[row["dtype"]] = row
+    rows = [of["e4m3"] | {"half": of["bf16"]} for of in pairs.values() if of.keys() >= {"bf16", "e4m3"}]
+    return by_batch(
+        rows,
+        "µs, bfloat16 → float8_e4m3fn (ratio; larger spread)",
+        lambda row: f"{row['V']:,} x {row['D']:,}, {title(row['sampling'])}",
+        lambda row: pair_words(row["half"], row, "us", "us_spread"),
+        "B",
+    )
+
+
 def screened_speed(results: Results) -> pd.DataFrame | None:
     """The screened path beside the fused one, over the floor, with the groups that it read."""
     rows = results.rows("screened", "speed")
@@ -801,6 +817,7 @@ SECTIONS: dict[str, Section | Picture] = {
     "features-truncations": Section(functools.partial(features, edited=False), "features"),
     "features-edits": Section(functools.partial(features, edited=True), "features"),
     "features-searches": Section(searches, "features"),
+    "quantised": Section(quantised, "quantised"),
     "screened": Section(screened_speed, "screened", "speed"),
     "screened-tokens": Section(screened_tokens, "screened", "tokens"),
     "screened-distribution": Section(screened_distribution, "screened", "distribution"),

@@ -231,6 +231,8 @@ def _parser(tune: bool = False) -> Parser:
     about = "compile a head's kernels into the cache, for images; needs no GPU"
     added = command("warm", warm, about, description=_WARM_HELP)
     added.add_argument("model", metavar="MODEL", help="a model's folder, its config.json or a hub's name")
+    about = "dtype of the head's weight (default: the config's), such as e4m3 with a scale per row"
+    added.add_argument("--dtype", help=about)
     added.add_argument("--device", metavar="NAME", help="the GPU of the servers, such as H100 (default: the one here)")
     added.add_argument("--tuned", metavar="FILE", help="the servers' tuned table (default: the one they would find)")
     added.add_argument("--no-screen", action="store_true", help="for servers without a screen: fewer kernels")
@@ -383,7 +385,7 @@ def warm(options: argparse.Namespace) -> int:
         device = device_of(torch.device("cuda", torch.cuda.current_device()))
     else:
         raise ValueError(f"there is no GPU here: expected --device, one of {', '.join(DEVICES)}")
-    head = head_of(str(config_file(options.model, download=True)))
+    head = head_of(str(config_file(options.model, download=True)), dtype=options.dtype)
     try:
         os.makedirs(triton.knobs.cache.dir, exist_ok=True)
         check_writable(Path(triton.knobs.cache.dir) / "kernel", "TRITON_CACHE_DIR")

@@ -2,8 +2,8 @@
 
 They are tables like the tuned ones, ``tables/builtin-*.json``, one per device family and size of a weight element. An
 entry serves batches of up to ``rows`` rows, and the last one larger batches too. The entries of sm90 for 2-byte weights
-are those that tuning runs on an H200 confirmed or chose; all others compile without register spills for their device
-and are not measured.
+are those that tuning runs on an H200 confirmed or chose; all others compile for their device with few register spills
+or none, and are not measured.
 
 On a CPU kernels are interpreted: there the configuration is computed, for as few programs as the interpreter allows.
 """
@@ -26,7 +26,7 @@ from .kernels.config import (
     next_power_of_2,
 )
 from .kinds import BatchKind, Config, SamplingPath
-from .tables.schema import MAX_BYTES, Entry, Table
+from .tables.schema import ITEMSIZE, MAX_BYTES, Entry, HeadShape, Table
 
 if TYPE_CHECKING:
     import torch
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 SHIPPED = Path(__file__).parent / "tables"
 # Major compute capability -> family. Ampere, Ada and the consumer Blackwells share the smallest shared memory.
 FAMILIES = {8: "sm80", 9: "sm90", 10: "sm100", 11: "sm80", 12: "sm80"}
+LEAST_E4M3 = (8, 9)  # compute capability from which on kernels can read float8_e4m3fn
 INTERPRETED = "interpreted"
 MAX_INTERPRETED_SCREEN_ROWS = 32  # of a head with a screen: speed does not matter, and the path gets tested
 MAX_INTERPRETED_WEIGHTS = 2**23  # beyond, reading the head takes seconds; PyTorch's GEMM reads it in milliseconds
@@ -64,14 +65,19 @@ class HeadTraits(NamedTuple):
         has_gemm = head.gemm_gives_logits and weight.shape[0] % 8 == 0 and head.scale is None
         return cls(family, weight.element_size(), head.vocab_size, weight.shape[1], has_gemm)
 
+    @classmethod
+    def of_shape(cls, shape: HeadShape, family: str) -> HeadTraits:
+        """Those of a head as tables name it, whose weight is as wide as servers hold it."""
+        return cls(family, ITEMSIZE[shape.dtype], shape.vocab, shape.hidden, not shape.is_quantised)
+
 
 @functools.cache
 def converts_e4m3(device: torch.device) -> bool:
-    """Whether kernels on this device can read float8_e4m3fn."""
+    """Whether kernels on this device can read float8_e4m3fn. Interpreted ones can."""
     from .kernels.launch import gpu_of
 
     gpu = gpu_of(device)
-    return gpu is None or gpu.capability >= (8, 9)
+    return gpu is None or gpu.capability >= LEAST_E4M3
 
 
 def family_of(compute_capability: str) -> str | None:

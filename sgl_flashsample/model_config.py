@@ -20,6 +20,7 @@ DTYPE_NAMES = {
     **dict.fromkeys(("bf16", "bfloat16", "torch.bfloat16"), "bf16"),
     **dict.fromkeys(("fp16", "float16", "half", "torch.float16"), "fp16"),
     **dict.fromkeys(("fp32", "float32", "float", "torch.float32"), "fp32"),
+    **dict.fromkeys(("e4m3", "float8_e4m3fn", "torch.float8_e4m3fn"), "e4m3"),
 }
 
 
@@ -45,7 +46,7 @@ def head_of(
     config_dtype = text.get("torch_dtype") or text.get("dtype")
     dtype = dtype or (config_dtype if isinstance(config_dtype, str) else "bf16")
     if dtype not in DTYPE_NAMES:
-        raise HeadError(f"--dtype is {dtype!r}; expected bf16, fp16 or fp32")
+        raise HeadError(f"--dtype is {dtype!r}; expected bf16, fp16, fp32 or e4m3")
     for option, value, least in (("--vocab", vocab, 1), ("--hidden", hidden, 16), ("--tp", tp, 1)):
         if type(value) is not int or not least <= value <= MAX_DIMENSION:
             raise HeadError(f"{option} is {value!r}; expected an integer from {least} to {MAX_DIMENSION}")

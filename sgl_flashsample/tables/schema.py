@@ -92,6 +92,11 @@ class HeadShape(_Struct, frozen=True, omit_defaults=False):
         """ "151936 x 4096 bf16, tp 1"."""
         return f"{self.vocab} x {self.hidden} {self.dtype}, tp {self.tp}{', softcap' if self.softcap else ''}"
 
+    @property
+    def is_quantised(self) -> bool:
+        """True for a head with a scale per row, whose hidden states have another dtype."""
+        return self.dtype == "e4m3"
+
     def __post_init__(self) -> None:
         if self.dtype not in ITEMSIZE:
             raise ValueError(f"dtype is {one_line(ascii(self.dtype))}; expected one of {', '.join(DTYPES)}")

@@ -31,7 +31,7 @@ from sgl_flashsample.kernels.gather_logprobs import head_logprobs
 from sgl_flashsample.kernels.int8_head import Int8Head
 from sgl_flashsample.kernels.launch import Gpu
 from sgl_flashsample.kernels.reference import dequantize_ref, gather_logprobs_ref, top_logprobs_ref
-from sgl_flashsample.kinds import BATCH_KINDS, SamplingPath
+from sgl_flashsample.kinds import BATCH_KINDS, KIND_NAMES, SamplingPath
 from sgl_flashsample.screen import Screen, unsupported_head
 from sgl_flashsample.selfcheck import refuse_wrong
 from sgl_flashsample.tables import lookup
@@ -150,6 +150,14 @@ def test_built_in_choices_read_the_weight_as_it_is_whatever_the_batch(family):
             config = default_config(HeadTraits(family, 1, 151_936, 4096, has_gemm=False), rows, kind)
             assert isinstance(config, TileConfig) and not config.rows_first, (kind, rows)
     assert not any(isinstance(config, type(SCREEN)) for config in all_configs(family, 1))
+
+
+@pytest.mark.parametrize("name", ["plain", "greedy", "truncate"])
+def test_a_built_in_tile_of_an_sm90_reads_no_more_bytes_of_hidden_states_than_of_weights(name):
+    """Each tile of the vocabulary reads the hidden states again. With edits, a tile of so many ids has no room."""
+    for rows in SIZES:
+        config = default_config(HeadTraits("sm90", 1, 151_936, 4096, has_gemm=False), rows, KIND_NAMES[name])
+        assert config.block_b * 2 <= config.block_v, rows
 
 
 def test_a_model_with_a_quantised_weight_needs_its_scale_by_name(device):

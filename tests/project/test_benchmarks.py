@@ -26,6 +26,7 @@ import torch
 from serving import make_server, needs_sglang
 
 from sgl_flashsample.autotune import timing
+from sgl_flashsample.autotune.workload import make_weight, quantize_rows
 from sgl_flashsample.sglang.exchange import bytes_received
 from sgl_flashsample.tools.server import free_port
 
@@ -111,6 +112,15 @@ def test_the_feature_benchmark_times_every_feature_and_compares_tokens_with_the_
     screened = {row["sampling"] for row in result["rows"] if row["path"] == "picked with screen"}
     assert screened == samplings - {"logprob", "p90", "minp05", "k1000"}, "what no screen helps does not ask for one"
     assert result["searches"] and not any(row["different"] for row in result["searches"])
+
+
+@no_gpu
+@pytest.mark.full
+def test_the_benchmark_of_quantised_heads_times_both_dtypes_of_every_sampling(dry_run, load):
+    rows = [row for row in dry_run("quantised")["rows"] if row["path"] == "picked"]
+    cells = [(row["sampling"], row["dtype"]) for row in rows]
+    assert sorted(cells) == sorted((name, dtype) for name in load("step").COMPARED for dtype in ("fp16", "e4m3"))
+    assert all(row["us"] > 0 and row["picked"] for row in rows)
 
 
 @no_gpu
@@ -218,16 +228,18 @@ def takes(monkeypatch) -> Callable[[float], Callable[[int], None]]:
     return call
 
 
+BATCH = types.SimpleNamespace(head=types.SimpleNamespace(weight=torch.zeros(4, 4)), refresh=lambda index: None)
+TIMES = {"bf16": 2000.0, "e4m3": 1000.0}  # microseconds, by dtype of the head
+
+
 def race_of(load, calls: dict[str, Callable], unusual: dict[str, str]):
     """Entrants by "path mode: form"; without a GPU each is timed by the clock of the host."""
-    head = types.SimpleNamespace(weight=torch.zeros(4, 4))
-    batch = types.SimpleNamespace(head=head, refresh=lambda index: None)
     entrant = load("contenders").Entrant
     entrants = []
     for name, call in calls.items():
         words, _, form = name.removeprefix("older ").partition(": ")
         entrants.append(entrant(*words.split(), form, call, older=name.startswith("older ")))
-    return load("racing").Race(batch, entrants, unusual, None)
+    return load("racing").Race(BATCH, entrants, unusual, None)
 
 
 @no_gpu
@@ -256,6 +268,28 @@ def test_a_row_is_the_fastest_form_of_a_path_and_what_cannot_run_is_recorded(loa
     assert race.timing("fused plain: tile").n == 8 and race.timing("gemm+x plain: slow").n == 3
     assert race.ratio("gemm+x plain: fast", "fused plain: tile", 0.05).high < 0
     assert race.ratio("gemm+x plain: fast", "gemm+x plain: broken", 0.05) is None
+
+
+@no_gpu
+def test_one_path_with_heads_of_two_dtypes_has_a_row_of_each(load, takes):
+    entrant = load("contenders").Entrant
+    entrants = [entrant("picked", "t1", "tile", takes(us * 1e-6), dtype=dtype) for dtype, us in TIMES.items()]
+    race = load("racing").Race(BATCH, entrants, {}, None)
+    race.run(3)
+    rows = {row["dtype"]: row["us"] for row in race.rows({"B": 2})}
+    assert rows == {dtype: pytest.approx(us, rel=0.03) for dtype, us in TIMES.items()}
+    assert race.entrants[0].name == "bf16 picked t1: tile", "names tell them apart"
+
+
+@no_gpu
+def test_a_head_is_raced_beside_its_own_quantised_weights(load):
+    contenders, shape = load("contenders"), load("common").Shape(48, 777)
+    weight = make_weight(777, 48, torch.float16, torch.device("cpu"))
+    half, quantised = contenders.trees(shape, weight, 3, contenders.Selection(("picked",), ("t1",), quantised=True))
+    assert (half.dtype, quantised.dtype) == ("fp16", "e4m3") and half.head.weight is weight
+    assert quantised.head.hidden_dtype is torch.float16
+    want, scale = quantize_rows(weight)
+    assert torch.equal(quantised.head.weight.float(), want.float()) and torch.equal(quantised.head.scale, scale)
 
 
 @no_gpu
@@ -828,6 +862,24 @@ def test_a_page_with_an_unknown_marker_and_a_result_of_a_dry_run_are_refused(loa
     with pytest.raises(ValueError, match="is of a dry run"):
         load("tables").SECTIONS["kernels"].markdown(tmp_path)
     assert load("tables").SECTIONS["tuning"].markdown(tmp_path) == "Not measured."
+
+
+def test_the_table_of_quantised_heads_has_the_ratio_where_both_dtypes_were_measured_and_else_says_so(load, tmp_path):
+    section = load("tables").SECTIONS["quantised"]
+    assert section.markdown(tmp_path) == "Not measured."
+    about = {"D": 4096, "V": 151936, "sampling": "t1", "path": "picked", "us_spread": 1.0, "run": 0}
+    times = [(1, "bf16", 282.0), (1, "e4m3", 166.0), (8, "bf16", 283.0), (16, "bf16", 283.0), (16, "e4m3", 167.0)]
+    rows = [about | {"B": size, "dtype": dtype, "us": us} for size, dtype, us in times]
+    env = {"device": "NVIDIA H200", "date": "2026-01-01", "command": "python run.py quantised"}
+    data = {
+        "env": env,
+        "runs": [env],
+        "rows": [*rows, about | {"sampling": "nothing", "path": "read", "us": 1.0, "B": 1}],
+    }
+    (tmp_path / "h200-quantised.json").write_text(json.dumps(data))
+    head, _, line = section.markdown(tmp_path).splitlines()[2:]
+    assert head.startswith("| µs, bfloat16 → float8_e4m3fn (ratio; larger spread) | B=1 | B=16 |")
+    assert line == "| 151,936 x 4,096, temperature 1 | 282 → 166 (0.589; ± 1) | 283 → 167 (0.590; ± 1) |"
 
 
 def test_committed_results_are_of_gpus_and_each_has_a_table(load):

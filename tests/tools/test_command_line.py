@@ -46,7 +46,7 @@ def test_help_needs_nothing_but_python_and_names_every_command(command):
         (["trace", "text"], ["AutoTokenizer", "--vocab", "--name", "--out", "--json"]),
         (["trace", "ids"], ["output_ids", "--model"]),
         (["bench"], ["--model-path MODEL", "--samplings", "--batches", "--load RATE", "--json", "--html", "unchanged"]),
-        (["warm"], ["MODEL", "--device NAME", "--tuned FILE", "--no-screen", "TRITON_CACHE_DIR"]),
+        (["warm"], ["MODEL", "--dtype DTYPE", "--device NAME", "--tuned FILE", "--no-screen", "TRITON_CACHE_DIR"]),
         (["completion"], ["bash", "zsh"]),
         (["doctor"], ["--json"]),
         (["demo"], ["--port", "--size", "--folder"]),

@@ -30,6 +30,7 @@ def test_a_head_is_read_from_a_models_folder_or_config_and_what_is_given_beats_i
     assert head_of(path, 1000, 64, "float16", True) == given
     assert head_of(None, 1000, 64, "half", True) == given
     assert head_of(None, 1000, 64) == HeadShape(vocab=1000, hidden=64, dtype="bf16")
+    assert head_of(path, dtype="float8_e4m3fn") == HeadShape(vocab=151936, hidden=4096, dtype="e4m3")
 
 
 def test_a_head_within_a_model_that_also_sees_and_its_softcap(config):
@@ -83,7 +84,10 @@ def test_a_shard_is_cut_as_servers_cut_it(config):
         ('{"vocab_size": "many"}', "has no integer vocab_size"),
         ('{"vocab_size": 5}', "has no integer hidden_size"),
         ('{"vocab_size": 5, "hidden_size": true}', "has no integer hidden_size"),
-        ('{"vocab_size": 5, "hidden_size": 64, "dtype": "int8"}', "--dtype is 'int8'; expected bf16, fp16 or fp32"),
+        (
+            '{"vocab_size": 5, "hidden_size": 64, "dtype": "int8"}',
+            "--dtype is 'int8'; expected bf16, fp16, fp32 or e4m3",
+        ),
         (" " * (1 << 22) + "{}", "expected 4194304 or fewer"),
     ],
     ids=str.strip,

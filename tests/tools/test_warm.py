@@ -11,7 +11,10 @@ import sys
 
 import pytest
 
+from sgl_flashsample.autotune import warm as warming
+from sgl_flashsample.autotune.labels import DEVICES
 from sgl_flashsample.autotune.warm import remove_incomplete
+from sgl_flashsample.tables.schema import HeadShape
 
 HEAD = {"vocab_size": 1009, "hidden_size": 64, "torch_dtype": "bfloat16"}
 # The check of a starting server, for a head of these ids and this width: prints how many kernels were compiled.
@@ -70,6 +73,16 @@ def test_kernels_are_of_the_named_gpu_and_a_second_run_finds_them_all(warm, tmp_
     device, compiled, already_there = counts_of(warm(*few, "--device", "H100").stdout)
     assert device == "NVIDIA H100 80GB HBM3" and compiled >= 10 and already_there == 0
     assert counts_of(warm(*few, "--device", "H200").stdout) == ("NVIDIA H200", 0, compiled)
+
+
+def test_a_quantised_head_has_its_kernels_compiled_without_a_screen(monkeypatch):
+    """It is large enough for servers to race a screen, had it one."""
+    compiled = []
+    monkeypatch.setattr(warming, "compile_ahead", lambda parts, *arguments: compiled.extend(parts))
+    monkeypatch.setattr(warming, "pretend_gpu", lambda gpu: None)
+    warming.warm(HeadShape(vocab=151_936, hidden=4096, dtype="e4m3"), DEVICES["NVIDIA H200"])
+    assert [(parts.lm_head.vocab_size, parts.screen) for parts in compiled] == [(151_936, None), (40_000, None)]
+    assert all(parts.lm_head.scale is not None for parts in compiled)
 
 
 @pytest.mark.gpu
