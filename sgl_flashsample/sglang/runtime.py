@@ -601,7 +601,9 @@ class Runtime:
         if mode.verifies or mode.is_split:
             return None
         state = self._head_in_step(processor, hidden, lm_head, mode)
-        return None if state is None or state.whole_rows or state.head.lm_head.scale is not None else state
+        if state is not None and state.head.lm_head.scale is not None:
+            return None
+        return None if state is None or state.whole_rows else state
 
     def _head_in_step(self, processor: Any, hidden: torch.Tensor, lm_head: Any, mode: Mode) -> HeadState | None:
         """The head's state in a step that it may serve; None where it is SGLang's, or these hidden states are."""

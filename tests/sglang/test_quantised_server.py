@@ -88,6 +88,15 @@ def logprobs_of(truth: markov.MarkovModel, tokens: list[int], temperature: float
     return logits.log_softmax(-1).gather(1, ids[1:, None])[:, 0].tolist()
 
 
+def assert_logprobs(server: Server, truth: markov.MarkovModel) -> None:
+    """Another scale of a row gives other logprobs, though the likeliest token may stay."""
+    params = {"temperature": 0.8, "sampling_seed": 5, "max_new_tokens": 30, "ignore_eos": True}
+    answer = server.generate(input_ids=[300], sampling_params=params, return_logprob=True)
+    assert set(paths(answer)) == {"fused"}
+    got = [entry[0] for entry in answer["meta_info"]["output_token_logprobs"]]
+    assert got == pytest.approx(logprobs_of(truth, [300, *answer["output_ids"]], 0.8), abs=LOGPROB_ERROR)
+
+
 def test_the_line_at_the_start_names_the_head_and_its_arithmetic(served):
     (line,) = served.server.log_lines("fused sampling active")
     size = f"LM head {SIZE.vocab_size} x {SIZE.hidden_size} float8_e4m3fn with scales"
@@ -99,13 +108,7 @@ def test_greedy_tokens_are_those_of_the_dequantised_weights(served):
 
 
 def test_logprobs_are_those_of_the_dequantised_weights(served):
-    params = {"temperature": 0.8, "sampling_seed": 5, "max_new_tokens": 30, "ignore_eos": True}
-    answer = served.server.generate(input_ids=[300], sampling_params=params, return_logprob=True)
-    assert set(paths(answer)) == {"fused"}
-    want = logprobs_of(served.truth, [300, *answer["output_ids"]], 0.8)
-    assert [entry[0] for entry in answer["meta_info"]["output_token_logprobs"]] == pytest.approx(
-        want, abs=LOGPROB_ERROR
-    )
+    assert_logprobs(served.server, served.truth)
 
 
 def test_native_rows_and_logprobs_of_prompts_are_sglangs(served):
@@ -133,7 +136,19 @@ def test_answers_follow_new_weights_and_scales(served):
         served.server.post("/flush_cache?timeout=60")
         assert served.server.post(path, **({"selector": "all"} if "begin" in path else {}))["success"]
         assert_greedy(served.server, served.truth)
+        assert_logprobs(served.server, served.truth)
     served.server.post("/flush_cache?timeout=60")
     assert served.server.post("/update_weights_from_disk", model_path=str(served.update))["success"]
     assert_greedy(served.server, served.other)
+    assert_logprobs(served.server, served.other)
     assert not served.server.log_lines("until restart") and "Traceback" not in served.server.log_text()
+
+
+@pytest.mark.full
+@pytest.mark.alone
+@pytest.mark.skipif(CUDA, reason="the GPU machine has one SGLang")
+def test_an_sglang_that_drops_the_scales_says_so_once(tmp_path):
+    write(tmp_path / "model", 0)
+    path = version_path("0.5.17")
+    with server_of(tmp_path / "model", "bfloat16", name="dropped", first_on_path=path) as server:
+        assert len(server.log_lines("SGLang 0.5.17 drops its scales")) == 1
