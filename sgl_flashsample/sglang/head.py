@@ -92,7 +92,8 @@ class HeadState:
         self._fingerprint = self._current_fingerprint()
         self._seen_weight: Any = None  # of the last ``update``: it has a version, or has none
         self._seen_scale: Any = None
-        self._copied_scale: torch.Tensor | None = None  # ``[V]``, of a head with one scale for all rows
+        # ``[V]``, of a head with one scale for all rows. It stays where it is: CUDA graphs of SGLang's may read it.
+        self._copied_scale: torch.Tensor | None = None
         self.head = Head(self._current_head(), announces_changes=True)
         self.table_file: str | None = None
         self.unraced: ResolvedTable | None = None
@@ -111,8 +112,8 @@ class HeadState:
             if head.table is not table:
                 self.table_file = None
             self._fingerprint = fingerprint
-        elif self._copied_scale is not None and self._seen_weight is None:  # written, and PyTorch has not counted it
-            self._copied_scale.copy_(quantised.read(self.lm_head).scale)
+        elif self._copies_scale and self._seen_weight is None:  # it may have been written, uncounted
+            self._copy_scale(*quantised.read(self.lm_head)[:2])
         self._seen_weight, scaled = self._weight, self._fingerprint[4]
         self._seen_scale = None if scaled is None else self._scale
         if num_rows > head.max_rows:
@@ -269,12 +270,10 @@ class HeadState:
             "softcap": getattr(processor, "final_logit_softcapping", None) or None,
             "logits_dtype": torch.float32 if keeps_fp32 else weight.dtype,
         }
-        self._copied_scale = None
         if weight.dtype is quantised.E4M3:
             weight, scale, hidden_dtype = quantised.read(self.lm_head)
             if len(scale) != len(weight):
-                with torch.inference_mode(False):  # else it could not be written to outside of that mode
-                    self._copied_scale = scale = scale.repeat(len(weight))
+                scale = self._copy_scale(weight, scale)
             # SGLang's own logits of such a head have the dtype of its hidden states, whatever is asked for.
             options |= {"scale": scale, "hidden_dtype": hidden_dtype, "logits_dtype": hidden_dtype}
         rank, num_ranks = (0, 1) if self.exchange is None else (self.exchange.rank, self.exchange.num_ranks)
@@ -286,6 +285,17 @@ class HeadState:
         head = LMHead.of_rank(weight, rank, num_ranks, vocab_size, **options)
         assert head is not None  # else whole_rows
         return head
+
+    @property
+    def _copies_scale(self) -> bool:
+        return self._copied_scale is not None and self.head.lm_head.scale is self._copied_scale
+
+    def _copy_scale(self, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        """The scale of all rows of ``weight``, ``[1]``, once for each row."""
+        if self._copied_scale is None or len(self._copied_scale) != len(weight):
+            with torch.inference_mode(False):  # else it could not be written to outside of that mode
+                self._copied_scale = torch.empty(len(weight), device=weight.device)
+        return self._copied_scale.copy_(scale)
 
     def unsupported_rows(self, max_rows: int, bool_masks: bool) -> str | None:
         """Why this rank cannot draw whole rows, in batches of up to ``max_rows`` rows; None where it can. Also compiles
@@ -450,7 +460,7 @@ class HeadState:
     def weights_change(self) -> None:
         """The head's weights change, or may have changed: no screen, and no graph that reads one, until
         ``renew_screen``; and no step, until a copied scale has been copied anew."""
-        if self._copied_scale is not None:
+        if self._copies_scale:
             self._seen_weight = None
         if self.screen is not None:
             self.screen.invalidate()

@@ -85,7 +85,8 @@ def is_named(config: Any) -> bool:
     """A checkpoint's ``quantization_config``, of compressed-tensors, names the LM head."""
     if not isinstance(config, dict) or config.get("quant_method") != "compressed-tensors":
         return False
-    targets = [target for group in config["config_groups"].values() for target in group["targets"]]
+    groups = (config.get("config_groups") or {}).values()
+    targets = [target for group in groups for target in group.get("targets") or ()]
     return any(map(_names_head, targets)) and not any(map(_names_head, config.get("ignore") or ()))
 
 

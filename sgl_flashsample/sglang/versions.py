@@ -110,7 +110,7 @@ def unsupported_version(version: str) -> str | None:
 
 def drops_head_scales(version: str) -> bool:
     """This SGLang takes the weight of a quantised LM head for one that is not."""
-    return _numbers(version) < LOADS_HEAD_SCALES
+    return () < _numbers(version) < LOADS_HEAD_SCALES
 
 
 def _numbers(version: str) -> tuple[int, ...]:

@@ -91,7 +91,9 @@ LAYOUTS: dict[str, Callable[[QuantisedHead], None]] = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_head_is_read_in_each_layout_that_loaders_leave(server_config, in_host_memory, device, layout):
+def test_a_head_is_read_in_each_layout_that_loaders_leave(server_config, device, monkeypatch, layout):
+    monkeypatch.setattr(support, "draws_in_host_memory", lambda device: True)  # else bfloat16 needs a GPU
+    monkeypatch.setattr(support, "unsupported_by_machine", lambda: None)
     lm_head = loaded(device)
     LAYOUTS[layout](lm_head)
     assert support.unsupported_head(Processor(), lm_head) is None
@@ -254,6 +256,27 @@ def test_scales_that_are_written_unseen_are_read_where_they_are(device):
     assert_gives_logits_of(state, lm_head)
 
 
+def test_tensors_whose_writes_nobody_counts_are_current_until_there_are_others(device):
+    """As those are that SGLang makes in PyTorch's inference mode."""
+    with torch.inference_mode():
+        lm_head = loaded(device)
+    state = HeadState(Processor(), lm_head)
+    state.update(1)
+    assert state.is_current()
+    with torch.inference_mode():
+        lm_head.load(lm_head.weight.t(), lm_head.weight_scale * 2)
+    assert not state.is_current()
+
+
+def test_the_copy_of_one_scale_stays_where_it_is_with_new_parameters(device):
+    """CUDA graphs of SGLang's, of a draft model, go on reading it."""
+    state = HeadState(Processor(), with_one_scale(device))
+    copied = state.head.lm_head.scale
+    state.lm_head.load(*tensors(device, 1)[:1], torch.tensor(0.25, device=device))
+    state.update(1)
+    assert state.head.lm_head.scale is copied and copied.unique().tolist() == [0.25]
+
+
 def test_one_scale_is_copied_anew_to_its_place_after_a_change_of_weights(runtime, device):
     """CUDA graphs read the copy."""
     lm_head = with_one_scale(device)
@@ -305,20 +328,33 @@ def test_a_step_is_fused_and_logprobs_of_prompts_are_sglangs(runtime, device):
 # Draft models.
 
 
-@pytest.mark.parametrize("place", ["scales of its own", "the target's scales"])
-def test_a_draft_head_that_took_the_weight_alone_is_refused(runtime, device, fake_heads, place):
-    target, draft = loaded(device), loaded(device, seed=1)
-    state = HeadState(Processor(), target)
+@pytest.fixture
+def target(runtime, device) -> HeadState:
+    """The state of the target's head."""
+    state = HeadState(Processor(), loaded(device))
     serve(runtime, state)
-    draft.weight = target.weight
-    if place == "the target's scales":
-        draft.weight_scale = target.weight_scale
+    return state
+
+
+@pytest.mark.parametrize("scales", ["scales of its own", "no scales"])
+def test_a_draft_head_that_took_the_weight_alone_is_refused(runtime, device, target, scales):
+    draft = loaded(device, seed=1)
+    draft.weight = target.lm_head.weight
+    if scales == "no scales":
+        draft.weight_scale = None
     reason = runtime.prepare_draft_head(Model(draft), starting=False)
-    if place == "the target's scales":
-        assert reason is None and runtime.draft_head is state
-    else:
-        assert reason == "the draft model has the weight of the target's quantised LM head without its scales"
-        assert runtime.draft_head is None
+    assert reason == "the draft model has the weight of the target's quantised LM head without its scales"
+    assert runtime.draft_head is None
+
+
+def test_a_draft_head_with_the_targets_weight_and_scales_is_the_targets(runtime, target):
+    assert runtime.prepare_draft_head(Model(target.lm_head), starting=False) is None
+    assert runtime.draft_head is target
+
+
+def test_a_draft_head_with_tensors_of_its_own_is_another(runtime, device, target, fake_heads):
+    assert runtime.prepare_draft_head(Model(loaded(device, seed=1)), starting=False) is None
+    assert runtime.draft_head not in (None, target)
 
 
 # Lines of the log.
@@ -354,6 +390,7 @@ def config_of(*targets: str, ignore: tuple[str, ...] = (), method: str = "compre
 
 DROPPED = {
     "no config": (None, False),
+    "no groups": ({"quant_method": "compressed-tensors"}, False),
     "lm_head": (config_of("Linear", "lm_head"), True),
     "its last part": (config_of("language_model.lm_head"), True),
     "a regular expression": (config_of("re:.*lm_head"), True),
@@ -365,7 +402,7 @@ DROPPED = {
 
 
 @pytest.mark.parametrize("name", DROPPED)
-@pytest.mark.parametrize("version", ["0.5.18", "0.5.19"])
+@pytest.mark.parametrize("version", ["0.5.18", "0.5.19", "unknown"])
 def test_an_sglang_that_drops_the_scales_of_a_head_is_one_warning(starting, device, monkeypatch, caplog, version, name):
     config, dropped = DROPPED[name]
     monkeypatch.setattr(runtime_module, "sglang_version", lambda: version)
