@@ -72,10 +72,14 @@ def with_one_scale(device: torch.device, seed: int = 0) -> QuantisedHead:
 def assert_gives_logits_of(state: HeadState, lm_head: QuantisedHead) -> None:
     """``state`` computes the logits of the weights that the head stands for by now, as far as float16 tells them."""
     hidden = hidden_states(lm_head.weight.device, dtype=lm_head.orig_dtype)
-    got = state.head.logits(hidden)
-    assert got.dtype is lm_head.orig_dtype
-    tolerance = 2 * torch.finfo(got.dtype).eps
-    torch.testing.assert_close(got.double(), hidden.double() @ lm_head.truth.T, rtol=tolerance, atol=tolerance)
+    assert_close(state.head.logits(hidden), hidden, lm_head.truth)
+
+
+def assert_close(got: torch.Tensor, hidden: torch.Tensor, truth: torch.Tensor) -> None:
+    """Logits are those of ``truth``, but for the rounding to the dtype of the hidden states."""
+    want = hidden.double() @ truth.T
+    assert got.dtype is hidden.dtype and got.shape == want.shape
+    assert ((got.double() - want).abs() <= 2 * torch.finfo(got.dtype).eps * (1 + want.abs())).all()
 
 
 # Layouts.
@@ -105,8 +109,7 @@ def test_the_rows_of_a_square_weight_are_the_contiguous_ones(server_config, devi
     lm_head, want = QuantisedHead(weight, scale), dequantize_ref(weight, scale[:, 0])
     assert torch.equal(quantised.read(lm_head).weight.double(), weight.double())
     hidden = hidden_states(device, dtype=torch.float16)
-    got = HeadState(Processor(vocab_size=WIDTH), lm_head).head.logits(hidden)
-    torch.testing.assert_close(got.double(), hidden.double() @ want.T, rtol=2e-3, atol=2e-3)
+    assert_close(HeadState(Processor(vocab_size=WIDTH), lm_head).head.logits(hidden), hidden, want)
 
 
 def test_logits_have_the_dtype_of_hidden_states_where_others_are_asked_for(device):
