@@ -13,7 +13,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from serving import CUDA, draw, needs_sglang, paths, server_of, version_path
+from serving import CUDA, INTERPRETED, TWO_RANKS, draw, needs_sglang, paths, server_of, version_path
 
 from sgl_flashsample.kernels.reference import dequantize_ref
 from sgl_flashsample.tools import markov
@@ -39,16 +39,16 @@ QUANTISATION = {
 LOGPROB_ERROR = 2e-2 if CUDA else 2e-5  # on a GPU, logits may round to other bfloat16 numbers
 
 
-def write(folder: Path, seed: int) -> markov.MarkovModel:
+def write(folder: Path, seed: int, size: markov.Size = SIZE) -> markov.MarkovModel:
     """Write a checkpoint with a quantised head; return the truth, whose logits are not rounded."""
-    model = markov.write(folder, SIZE, seed)
-    file, config = folder / "model.safetensors", markov.config(SIZE) | {"quantization_config": QUANTISATION}
+    model = markov.write(folder, size, seed)
+    file, config = folder / "model.safetensors", markov.config(size) | {"quantization_config": QUANTISATION}
     exact, tensors = model.head.float(), load_file(file)
     scale = exact.abs().amax(1, keepdim=True) / 448
     weight = (exact / scale).to(torch.float8_e4m3fn)
     save_file(tensors | {"lm_head.weight": weight, "lm_head.weight_scale": scale}, file, metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(config))
-    return markov.MarkovModel(SIZE, model.embedding, dequantize_ref(weight, scale[:, 0]))
+    return markov.MarkovModel(size, model.embedding, dequantize_ref(weight, scale[:, 0]))
 
 
 class Served(NamedTuple):
@@ -69,12 +69,17 @@ def served(request, tmp_path_factory):
         yield Served(server, truth, other, folder / "other")
 
 
+def dtype_of(truth: markov.MarkovModel) -> torch.dtype:
+    """That of the hidden states and of the logits."""
+    return getattr(torch, truth.size.dtype)
+
+
 def assert_greedy(server: Server, truth: markov.MarkovModel) -> None:
-    """Greedy tokens are the likeliest ones of the dequantised weights, but for near ties of bfloat16 logits."""
+    """Greedy tokens are the likeliest ones of the dequantised weights, but for near ties of rounded logits."""
     pairs = torch.tensor(draw(server, 160, 16, {"temperature": 0}))
     logits = truth.logits(pairs[:, 0])
     (best, second), likeliest = (found.T for found in logits.topk(2))
-    room = 2 * torch.finfo(torch.bfloat16).eps * best.abs()
+    room = 2 * torch.finfo(dtype_of(truth)).eps * best.abs()
     certain = best - second > room
     assert certain.float().mean() > 0.3
     assert torch.equal(pairs[certain, 1], likeliest[0][certain])
@@ -82,9 +87,9 @@ def assert_greedy(server: Server, truth: markov.MarkovModel) -> None:
 
 
 def logprobs_of(truth: markov.MarkovModel, tokens: list[int], temperature: float = 1.0) -> list[float]:
-    """Of each token after the one before it, from bfloat16 logits."""
+    """Of each token after the one before it, from rounded logits."""
     ids = torch.tensor(tokens)
-    logits = truth.logits(ids[:-1]).bfloat16().double() / temperature
+    logits = truth.logits(ids[:-1]).to(dtype_of(truth)).double() / temperature
     return logits.log_softmax(-1).gather(1, ids[1:, None])[:, 0].tolist()
 
 
@@ -142,6 +147,20 @@ def test_answers_follow_new_weights_and_scales(served):
     assert_greedy(served.server, served.other)
     assert_logprobs(served.server, served.other)
     assert not served.server.log_lines("until restart") and "Traceback" not in served.server.log_text()
+
+
+@pytest.mark.full
+@pytest.mark.alone
+@pytest.mark.skipif(CUDA and torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_two_ranks_draw_from_their_parts_of_the_head(tmp_path):
+    size = dataclasses.replace(SIZE, dtype="float16")  # bfloat16 is wrong in Triton's interpreter
+    truth = write(tmp_path / "model", 0, size)
+    options = {"arguments": ["--tp-size", "2"], "environment": TWO_RANKS | INTERPRETED}
+    with server_of(tmp_path / "model", size.dtype, name="ranks", **options) as server:
+        lines = server.log_lines("fused sampling active")
+        assert len(lines) == 2 and all("float8_e4m3fn with scales" in line and "of 2 ranks" in line for line in lines)
+        assert_greedy(server, truth)
+        assert_logprobs(server, truth)
 
 
 @pytest.mark.full
