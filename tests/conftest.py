@@ -38,7 +38,7 @@ if INTERPRETED and not UNPATCHED:
 # Files whose tests share what takes long to make (servers, ranks, checkpoints, kernels that Triton or Numba compiles):
 # each file runs on one worker of pytest-xdist, but for the tests marked `alone`. Longest first.
 TOGETHER = ["test_server.py", "test_parity.py", "test_compile.py", "test_exchange.py", "test_cpu_path.py"]
-TOGETHER += ["test_compile_ahead.py", "test_trained.py", "test_ranks.py", "test_package.py"]
+TOGETHER += ["test_compile_ahead.py", "test_quantised_server.py", "test_trained.py", "test_ranks.py", "test_package.py"]
 TOGETHER += ["test_benchmarks_tuning.py", "test_table_fuzz.py"]
 
 

@@ -21,7 +21,7 @@ from ..screen import Screen
 from ..screen_race import GraphStopwatch, Stopwatch
 from ..selfcheck import MAX_COMPILED_ROWS, compare_rows_with_reference
 from ..tables.lookup import ResolvedTable
-from . import support
+from . import quantised, support
 from .batch import DrawKind
 from .exchange import Exchange
 from .logits_graphs import LogitsGraphs
@@ -91,6 +91,9 @@ class HeadState:
         self._capture = capture
         self._fingerprint = self._current_fingerprint()
         self._seen_weight: Any = None  # of the last ``update``: it has a version, or has none
+        self._seen_scale: Any = None
+        # ``[V]``, of a head with one scale for all rows. It stays where it is: CUDA graphs of SGLang's may read it.
+        self._copied_scale: torch.Tensor | None = None
         self.head = Head(self._current_head(), announces_changes=True)
         self.table_file: str | None = None
         self.unraced: ResolvedTable | None = None
@@ -109,7 +112,10 @@ class HeadState:
             if head.table is not table:
                 self.table_file = None
             self._fingerprint = fingerprint
-        self._seen_weight = self._weight
+        elif self._copies_scale and self._seen_weight is None:  # it may have been written, uncounted
+            self._copy_scale(*quantised.read(self.lm_head)[:2])
+        self._seen_weight, scaled = self._weight, self._fingerprint[4]
+        self._seen_scale = None if scaled is None else self._scale
         if num_rows > head.max_rows:
             # At once for all batches that kernels are compiled for, and for all that SGLang has captured: none of these
             # allocates scratch in a step. Then a quarter more at a time: a server may climb row by row.
@@ -188,11 +194,12 @@ class HeadState:
     def is_current(self) -> bool:
         """``head`` still describes the model: the weight, its address and its version (PyTorch's count of its writes;
         an inference tensor has none), and the processor's logit scale, softcap and vocabulary size, are those of the
-        last ``update``. Asked at every step, and so without a call of our own."""
+        last ``update``; of a quantised head, also its strides and the same of its scale. Asked at every step, and so
+        without a call of our own for other heads."""
         processor, weight = self.processor, self._parameters.get("weight")
         if weight is None:
             weight = self.lm_head.weight
-        place, logit_scale, softcap, vocab_size, version = self._fingerprint
+        place, logit_scale, softcap, vocab_size, scaled, version = self._fingerprint
         return (
             weight is self._seen_weight
             and weight.data_ptr() == place
@@ -200,52 +207,95 @@ class HeadState:
             and processor.logit_scale == logit_scale
             and getattr(processor, "final_logit_softcapping", None) == softcap
             and processor.vocab_size == vocab_size
+            and (scaled is None or self._has_scale(weight, scaled))
         )
+
+    def _has_scale(self, weight: torch.Tensor, scaled: tuple) -> bool:
+        """A quantised ``weight`` has the strides, and the scale, of the last ``update``."""
+        scale = self._scale
+        return scale is self._seen_scale and quantised.identity(weight, scale) == scaled
 
     def takes(self, hidden: torch.Tensor) -> bool:
         """Hidden states of such a dtype and layout, ``[B, D]``, are drawn from."""
         weight = self._parameters.get("weight")  # without the call of ``_weight``
         if weight is None:
             weight = self.lm_head.weight
-        return hidden.dtype is weight.dtype and hidden.stride(1) == 1
+        dtype = weight.dtype
+        if dtype is quantised.E4M3:
+            dtype = self.head.lm_head.hidden_dtype
+        return hidden.dtype is dtype and hidden.stride(1) == 1
 
     @property
     def _weight(self) -> torch.Tensor:
         weight = self._parameters.get("weight")  # as an attribute of a module it is looked up in Python
         return self.lm_head.weight if weight is None else weight
 
+    @property
+    def _scale(self) -> Any:
+        """The scale of a quantised weight."""
+        scale = self._parameters.get("weight_scale")
+        return getattr(self.lm_head, "weight_scale", None) if scale is None else scale
+
     def is_of(self, processor: Any, lm_head: Any) -> bool:
         """Another processor computes these logits from this weight too."""
         weight = getattr(lm_head, "weight", None)
         if not isinstance(weight, torch.Tensor):
             return False
-        other = _identity(processor, weight)
+        other = _identity(processor, weight, getattr(lm_head, "weight_scale", None))
         return other == self._fingerprint[: len(other)]
+
+    def lends_weight_alone(self, lm_head: Any) -> bool:
+        """Another LM head has this quantised weight, and another scale: a draft model that takes the target's weight
+        does not take its scale."""
+        weight, scale = getattr(lm_head, "weight", None), getattr(lm_head, "weight_scale", None)
+        if not isinstance(weight, torch.Tensor) or weight.data_ptr() != self._weight.data_ptr():
+            return False
+        mine, other = quantised.identity(self._weight, self._scale), quantised.identity(weight, scale)
+        return mine is not None and (other is None or other[1] != mine[1])
 
     def _current_fingerprint(self) -> tuple:
         """A tuple that changes with each attribute that ``head`` is made of, and with each write to the weight that
         PyTorch counts."""
         processor, weight = self.processor, self._weight
         version = None if weight.is_inference() else weight._version
-        return *_identity(processor, weight), version
+        # The scale of a head that is not quantised is not looked for: this is asked at every step.
+        scale = self._scale if weight.dtype is quantised.E4M3 else None
+        return *_identity(processor, weight, scale), version
 
     def _current_head(self) -> LMHead:
-        processor, weight = self.processor, self.lm_head.weight
+        processor, weight = self.processor, self.lm_head.weight.detach()
         keeps_fp32 = processor.use_fp32_lm_head or getattr(processor, "use_fp32_lm_head_output", False)
         options: dict[str, Any] = {
             "logit_scale": processor.logit_scale,
             "softcap": getattr(processor, "final_logit_softcapping", None) or None,
             "logits_dtype": torch.float32 if keeps_fp32 else weight.dtype,
         }
+        if weight.dtype is quantised.E4M3:
+            weight, scale, hidden_dtype = quantised.read(self.lm_head)
+            if len(scale) != len(weight):
+                scale = self._copy_scale(weight, scale)
+            # SGLang's own logits of such a head have the dtype of its hidden states, whatever is asked for.
+            options |= {"scale": scale, "hidden_dtype": hidden_dtype, "logits_dtype": hidden_dtype}
         rank, num_ranks = (0, 1) if self.exchange is None else (self.exchange.rank, self.exchange.num_ranks)
         width, vocab_size = weight.shape[0], processor.vocab_size
         # Ranks agree on this: all of them have weights of this width.
         self.whole_rows = num_ranks > 1 and (width % GROUP_SIZE != 0 or vocab_size <= (num_ranks - 1) * width)
         if self.whole_rows:
-            return LMHead(weight.detach(), **options)
-        head = LMHead.of_rank(weight.detach(), rank, num_ranks, vocab_size, **options)
+            return LMHead(weight, **options)
+        head = LMHead.of_rank(weight, rank, num_ranks, vocab_size, **options)
         assert head is not None  # else whole_rows
         return head
+
+    @property
+    def _copies_scale(self) -> bool:
+        return self._copied_scale is not None and self.head.lm_head.scale is self._copied_scale
+
+    def _copy_scale(self, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        """The scale of all rows of ``weight``, ``[1]``, once for each row."""
+        if self._copied_scale is None or len(self._copied_scale) != len(weight):
+            with torch.inference_mode(False):  # else it could not be written to outside of that mode
+                self._copied_scale = torch.empty(len(weight), device=weight.device)
+        return self._copied_scale.copy_(scale)
 
     def unsupported_rows(self, max_rows: int, bool_masks: bool) -> str | None:
         """Why this rank cannot draw whole rows, in batches of up to ``max_rows`` rows; None where it can. Also compiles
@@ -260,7 +310,7 @@ class HeadState:
         wanted, found = WantedLogprobs(1, token_ids=zero), None
         if not self.whole_rows:
             greedy = BatchParams(torch.zeros(1, device=device), zero[0], zero[0])
-            hidden = head.weight.new_zeros(1, head.weight.shape[1])
+            hidden = torch.zeros(1, head.weight.shape[1], dtype=head.hidden_dtype, device=device)
             for one in (WantedLogprobs(token_ids=zero), wanted):  # ids alone have a kernel of their own
                 _, found = self.head.draw_with_logprobs(hidden, greedy, one)
         found = Logprobs.empty(wanted, 1, device) if found is None else found
@@ -357,8 +407,9 @@ class HeadState:
         """``[rows, D]``, where graphs of prefills bring their hidden states, which lie elsewhere each time."""
         stage = self.stages.get(rows)
         if stage is None:
-            weight = self.head.lm_head.weight
-            stage = self.stages[rows] = weight.new_zeros(rows, weight.shape[1])
+            head = self.head.lm_head
+            shape = rows, head.weight.shape[1]
+            stage = self.stages[rows] = torch.zeros(shape, dtype=head.hidden_dtype, device=head.weight.device)
         return stage
 
     def step_graphs(self, num_rows: int, kind: DrawKind, edited: bool) -> StepGraphs | None:
@@ -408,7 +459,9 @@ class HeadState:
 
     def weights_change(self) -> None:
         """The head's weights change, or may have changed: no screen, and no graph that reads one, until
-        ``renew_screen``."""
+        ``renew_screen``; and no step, until a copied scale has been copied anew."""
+        if self._copies_scale:
+            self._seen_weight = None
         if self.screen is not None:
             self.screen.invalidate()
             self.head.screen = None
@@ -474,7 +527,7 @@ class HeadState:
         return searched
 
 
-def _identity(processor: Any, weight: torch.Tensor) -> tuple:
+def _identity(processor: Any, weight: torch.Tensor, scale: Any) -> tuple:
     """The properties that the logits of a processor depend on, beside the values of its weight."""
-    softcap = getattr(processor, "final_logit_softcapping", None)
-    return weight.data_ptr(), processor.logit_scale, softcap, processor.vocab_size
+    softcap, scaled = getattr(processor, "final_logit_softcapping", None), quantised.identity(weight, scale)
+    return weight.data_ptr(), processor.logit_scale, softcap, processor.vocab_size, scaled

@@ -39,8 +39,8 @@ class CapturedLogits:
         place: torch.Tensor | None,
     ) -> None:
         self._state, self._captured, self._compute, self._compute_all = state, captured, compute, compute_all
-        weight, shape = state.lm_head.weight, (captured.shape[0], state.processor.vocab_size)
-        self._num_bytes = captured.shape[0] * weight.shape[0] * weight.element_size()
+        head, shape = state.head.lm_head, (captured.shape[0], state.processor.vocab_size)
+        self._num_bytes = captured.shape[0] * head.weight.shape[0] * head.hidden_dtype.itemsize
         if place is None or place.shape != shape:
             self._num_bytes += 4 * math.prod(shape)
 

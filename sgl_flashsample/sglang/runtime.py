@@ -24,7 +24,7 @@ from ..switches import (
     switch,
 )
 from ..tables.lookup import ResolvedTable, resolve
-from . import support, token_counts
+from . import quantised, support, token_counts
 from .arrivals import Arrivals
 from .batch import Batch, Routing
 from .draw import PREPARES_NOTHING, prepare_next
@@ -35,7 +35,7 @@ from .model_graph import ExtraRoot
 from .row_table import RowTable
 from .screen_lifecycle import NOT_MEASURED, HeadScreen, ScreenMode, race_screen, screen_mode, unsupported_screen
 from .settings import Settings, refuse_to_start, unsupported_screens
-from .versions import sglang_version
+from .versions import LOADS_HEAD_SCALES, drops_head_scales, sglang_version
 
 logger = logging.getLogger("sgl_flashsample")
 
@@ -335,18 +335,28 @@ class Runtime:
                 self._about,
             )
         for state in self.heads:
-            weight = state.head.lm_head.weight
+            lm_head = state.head.lm_head
+            weight = lm_head.weight
             ranks = "" if state.exchange is None else f" of {state.exchange.num_ranks} ranks"
             logger.info(
-                "%s: fused sampling active, LM head %d x %d %s%s, random numbers of NOISE_ABI %d, kernels compiled and "
-                "checked against a reference in %.1f s; SGLang's own sampler is used for requests with %s",
+                "%s: fused sampling active, LM head %d x %d %s%s%s, random numbers of NOISE_ABI %d, kernels compiled "
+                "and checked against a reference in %.1f s; SGLang's own sampler is used for requests with %s",
                 self._about,
                 *weight.shape,
                 str(weight.dtype).removeprefix("torch."),
+                "" if lm_head.scale is None else f" with scales ({quantised.ARITHMETIC})",
                 ranks and f" on each{ranks}",
                 NOISE_ABI,
                 time.monotonic() - started,
                 NATIVE_FEATURES,
+            )
+        config = getattr(getattr(model_runner, "model_config", None), "hf_config", None)
+        if drops_head_scales(sglang_version()) and quantised.is_named(getattr(config, "quantization_config", None)):
+            logger.warning(
+                "flashsample: this checkpoint's LM head is quantised, and SGLang %s drops its scales: tokens are "
+                "wrong, whichever sampler draws them; SGLang %s and newer load them",
+                sglang_version(),
+                ".".join(map(str, LOADS_HEAD_SCALES)),
             )
         if self.heads:
             first = self.heads[0]
@@ -419,9 +429,8 @@ class Runtime:
                 prepared = self._prepare(processor, lm_head, starting=False)
             if not isinstance(prepared, HeadState):
                 # SGLang may have wrapped a head that was prepared, as it does for LoRA adapters.
-                wrapped = (
-                    at for at, one in self._heads.items() if one is not None and one.lm_head.weight is lm_head.weight
-                )
+                weight = getattr(lm_head, "weight", None)
+                wrapped = (at for at, one in self._heads.items() if one is not None and one.lm_head.weight is weight)
                 self._heads |= dict.fromkeys(tuple(wrapped), None)
             self._admit(key, prepared, None if isinstance(prepared, HeadState) else prepared)
         return self._heads[key]
@@ -585,13 +594,15 @@ class Runtime:
 
     def prompt_head(self, processor: Any, hidden: torch.Tensor, lm_head: Any, metadata: Any) -> HeadState | None:
         """The head's state when the logprobs of these prompts are read here; None when SGLang should compute them, as
-        where the kernels cannot draw from the parts of ranks."""
+        those of a quantised head, and where the kernels cannot draw from the parts of ranks."""
         mode = mode_of(metadata)
         if id(processor) in self._draft_processors or not mode.extends or _is_capturing():
             return None
         if mode.verifies or mode.is_split:
             return None
         state = self._head_in_step(processor, hidden, lm_head, mode)
+        if state is not None and state.head.lm_head.scale is not None:
+            return None
         return None if state is None or state.whole_rows else state
 
     def _head_in_step(self, processor: Any, hidden: torch.Tensor, lm_head: Any, mode: Mode) -> HeadState | None:
@@ -625,6 +636,8 @@ class Runtime:
         pairs = list(_heads_of(draft_model))
         if len(pairs) != 1:
             return f"the draft model shows {len(pairs)} LM heads; expected 1"
+        if any(state.lends_weight_alone(pairs[0][1]) for state in self.heads):
+            return "the draft model has the weight of the target's quantised LM head without its scales"
         same = next((state for state in self.heads if state.is_of(*pairs[0])), None)
         prepared = same or self._prepare(*pairs[0], starting=starting)
         if isinstance(prepared, str):

@@ -10,6 +10,7 @@ from ..cpu_path import draws_in_host_memory, unsupported_by_machine
 from ..defaults import FAMILIES, family_of
 from ..files import first_line
 from ..switches import RANKS_VARIABLE, SPECULATION_VARIABLE, switch
+from . import quantised
 
 # Algorithms whose drafts SGLang verifies in the one place that we know.
 SPECULATIVE_ALGORITHMS = ("EAGLE", "EAGLE3", "NEXTN", "FROZEN_KV_MTP", "STANDALONE", "NGRAM")
@@ -245,17 +246,24 @@ def unsupported_head(processor: Any, lm_head: Any) -> str | None:
     if hasattr(lm_head, "set_lora") and hasattr(lm_head, "apply_lora"):
         return "the LM head has LoRA adapters"
     if not isinstance(weight, torch.Tensor) or weight.dim() != 2:
-        return "the LM head has no two-dimensional weight (GGUF or packed)"
-    if should_apply_lm_head_quant_method(lm_head, getattr(lm_head, "quant_method", None)):
+        return "the LM head has no two-dimensional weight (GPTQ, AWQ, GGUF or packed)"
+    hidden_dtype, rows = weight.dtype, weight.shape[0]
+    if weight.dtype is quantised.E4M3:
+        if (reason := quantised.unsupported(lm_head)) is not None:
+            return reason
+        scaled = quantised.read(lm_head)
+        hidden_dtype, rows = scaled.hidden_dtype, scaled.weight.shape[0]
+    elif weight.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        packing = quantised.PACKED.get(weight.dtype)
+        return f"the LM head is {weight.dtype}" + (f" ({packing})" if packing else "")
+    elif should_apply_lm_head_quant_method(lm_head, getattr(lm_head, "quant_method", None)):
         return f"the LM head is quantised ({type(lm_head.quant_method).__name__})"
-    if weight.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        return f"the LM head is {weight.dtype}"
-    if weight.stride(1) != 1:
+    elif weight.stride(1) != 1:
         return f"the LM head's rows are not contiguous (strides {weight.stride()})"
     if getattr(lm_head, "use_intel_amx_backend", False):
         return "the LM head is packed for AMX"
     in_host_memory = draws_in_host_memory(weight.device)
-    if weight.device.type == "cpu" and weight.dtype is torch.bfloat16 and not in_host_memory:
+    if weight.device.type == "cpu" and hidden_dtype is torch.bfloat16 and not in_host_memory:
         return "bfloat16 is wrong in Triton's interpreter"
     if processor.return_full_logits:
         return "full logits are returned"
@@ -278,6 +286,6 @@ def unsupported_head(processor: Any, lm_head: Any) -> str | None:
         if processor.vocab_size > MAX_EXCHANGED_IDS:
             ids = f"the vocabulary has {processor.vocab_size} ids"
             return f"{ids}; with several ranks, up to {MAX_EXCHANGED_IDS} are supported"
-    if processor.vocab_size > ranks * weight.shape[0]:
-        return f"the vocabulary has {processor.vocab_size} ids, the LM head {ranks * weight.shape[0]} rows"
+    if processor.vocab_size > ranks * rows:
+        return f"the vocabulary has {processor.vocab_size} ids, the LM head {ranks * rows} rows"
     return unsupported_device(weight.device)

@@ -9,6 +9,7 @@ import pkgutil
 from ..switches import ANY_VERSION_VARIABLE, switch
 
 OLDEST, NEWEST = (0, 5, 17), (0, 5, 23)
+LOADS_HEAD_SCALES = (0, 5, 19)  # the oldest that loads an LM head of compressed-tensors with its scales
 
 # Hook target -> the leading parameters that our wrapper relies on, alike in all known versions.
 HOOK_TARGETS: dict[str, tuple[str, ...]] = {
@@ -101,13 +102,23 @@ def unsupported_version(version: str) -> str | None:
     if switch(ANY_VERSION_VARIABLE):
         return None
     known = f"{'.'.join(map(str, OLDEST))} to {'.'.join(map(str, NEWEST))}"
-    try:
-        numbers = tuple(int(part) for part in version.split(".")[:3])
-    except ValueError:
-        numbers = ()
+    numbers = _numbers(version)
     if len(numbers) == 3 and OLDEST <= numbers <= NEWEST:
         return None
     return f"SGLang {version} is not among the known versions {known} ({ANY_VERSION_VARIABLE}=1 tries it)"
+
+
+def drops_head_scales(version: str) -> bool:
+    """This SGLang takes the weight of a quantised LM head for one that is not."""
+    return () < _numbers(version) < LOADS_HEAD_SCALES
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """(0, 5, 17) of "0.5.17"; () where it has other parts."""
+    try:
+        return tuple(int(part) for part in version.split(".")[:3])
+    except ValueError:
+        return ()
 
 
 def unsupported_target(target: str, want: tuple[str, ...] | None = None) -> str | None:

@@ -21,6 +21,7 @@ flashsample_cpu = lab.cpu_platform:activate
 [sglang.srt.plugins]
 flashsample_cpu_arguments = lab.cpu_platform:keep_sampling_backend
 flashsample_cpu_speculation = lab.cpu_platform:prepare_speculation
+flashsample_cpu_quantisation = lab.cpu_platform:support_quantised_heads
 """
 # Garbage collections take a fifth of a server's start at Python's thresholds, because SGLang imports so much.
 _FEWER_COLLECTIONS = "import gc\n\ngc.set_threshold(300_000, 10, 10)\n"
@@ -86,6 +87,20 @@ def keep_sampling_backend() -> None:
     except ImportError:  # up to 0.5.18
         target = "sglang.srt.server_args.ServerArgs._handle_cpu_backends"
     HookRegistry.register(target, lambda server_args: None, HookType.REPLACE)
+
+
+def support_quantised_heads() -> None:
+    """Entry point: SGLang asks the GPU whether it multiplies E4M3, and then does so with kernels that are not on PyPI;
+    here it multiplies the dequantised weight, with the sum in float32. Not in 0.5.17, which has no such heads."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    def apply(scheme, layer, hidden, bias=None):
+        return (hidden.float() @ (layer.weight.float() * layer.weight_scale.view(1, -1))).to(hidden.dtype)
+
+    config = "sglang.srt.layers.quantization.compressed_tensors.compressed_tensors.CompressedTensorsConfig"
+    scheme = "sglang.srt.layers.quantization.compressed_tensors.schemes.compressed_tensors_w8a8_fp8"
+    HookRegistry.register(f"{config}._check_scheme_supported", lambda *_, **named: True, HookType.REPLACE)
+    HookRegistry.register(f"{scheme}.CompressedTensorsW8A8Fp8.apply_weights", apply, HookType.REPLACE)
 
 
 def support_dp_attention() -> None:
