@@ -34,7 +34,7 @@ SUMMARY_IDS = 4096  # ids whose exp-sum one program of ``summarize_logits`` leav
 MAX_TOP_LOGPROBS = 128  # per row
 MAX_GIVEN_IDS = 256  # per row, where ranks or a server serve them
 LISTED_GROUPS = max(MAX_DRAW_SPLITS * CANDIDATE_GROUPS, 2 * MAX_CANDIDATE_GROUPS)  # room for lists of groups, per row
-MAX_ID_ROWS = 64  # rows of the largest batch whose truncated rows have single ids looked at: 2 bytes per row and id
+MAX_ID_ROWS = 32  # rows of the largest batch whose truncated rows have single ids looked at: 2 bytes per row and id
 ID_ROWS = 16  # rows that share a list of such ids
 
 
