@@ -25,11 +25,13 @@ from .lookup import Match, ResolvedTable, other_code, slower_than_measured
 from .schema import Table
 
 if TYPE_CHECKING:
+    from ..kernels.params import LMHead
     from ..paths import Parts
 
 logger = logging.getLogger("sgl_flashsample")
 
 DIGITS = 16  # of a hash
+SOFTCAP = 30.0  # of the heads that are measured with one: a constant of their kernels
 # Instructions, and the numbers that they read. Other sections of a cubin are for debuggers and for the loader.
 _CODE = (".text.", ".nv.constant", ".nv.global.init")
 _HEADER = struct.Struct("<40xQ10xHHH")  # of an ELF file: offset, size and number of section headers, place of names
@@ -85,12 +87,20 @@ def measured_sizes(table: Table, traits: HeadTraits) -> Iterator[Measured]:
             yield Measured(kind, rows, default_config(traits, rows, kind), code)
 
 
+def _as_measured(table: Table, head: LMHead) -> bool:
+    """Whether the kernels of ``head`` are compiled as those of the head that ``table`` was measured with."""
+    assert table.head is not None
+    same_head = head.logit_scale is None and head.softcap in (None, SOFTCAP) and head.vocab_size == table.head.vocab
+    return same_head and table.env.get("triton") == triton.__version__
+
+
 def compare_compiled(resolved: ResolvedTable, parts: Parts, max_rows: int) -> ResolvedTable:
     """``resolved`` with its table stale where a configuration that batches of up to ``max_rows`` rows take compiles to
-    other machine code than was measured. Nothing is compared with another release of Triton than the table's. warnings:
-    those that are new. parts: the head whose kernels are compiled, with the screen that it draws with."""
+    other machine code than was measured. warnings: those that are new. parts: the head whose kernels are compiled, with
+    the screen that it draws with. Nothing is compared with a table of another GPU or another release of Triton, nor for
+    a head whose kernels have other constants than those of the head that was measured."""
     file = resolved.table_file
-    if file is None or file.table.env.get("triton") != triton.__version__:
+    if file is None or file.match is Match.FAMILY or not _as_measured(file.table, parts.lm_head):
         return dataclasses.replace(resolved, warnings=())
     installed: dict[tuple[BatchKind, Config], str] = {}
     stale = []

@@ -17,12 +17,15 @@ from tune_examples import DEFAULT, ENV, OTHER, PLAIN, Notes, events_of, tune, ve
 from tuned_tables import H200, make_entry, make_table
 
 import sgl_flashsample
+from sgl_flashsample.autotune import workload
 from sgl_flashsample.autotune.decisions import decisions
 from sgl_flashsample.autotune.labels import codes_request, label_of
 from sgl_flashsample.autotune.pool import ask_once, pretending_process
 from sgl_flashsample.autotune.staleness import Compilers, Staleness
-from sgl_flashsample.kernels.config import ReadConfig
+from sgl_flashsample.kernels.config import ReadConfig, TileConfig
 from sgl_flashsample.kinds import KIND_NAMES
+from sgl_flashsample.paths import Parts
+from sgl_flashsample.tables import fingerprint, lookup
 from sgl_flashsample.tables.lookup import load_table
 from sgl_flashsample.tables.schema import HeadShape
 
@@ -139,6 +142,10 @@ def test_verify_names_what_is_stale_though_its_times_hold(tmp_path, simulated):
 # --- compiled
 
 
+def test_a_head_with_a_soft_cap_is_measured_with_the_one_that_servers_compare():
+    assert workload.SOFTCAP == fingerprint.SOFTCAP
+
+
 @pytest.mark.slow
 def test_a_table_is_compiled_for_its_gpu_which_need_not_be_here(tmp_path):
     head, config, kind = HeadShape(vocab=4096, hidden=64, dtype="bf16"), ReadConfig(1, 512, 1), KIND_NAMES["greedy"]
@@ -151,6 +158,19 @@ def test_a_table_is_compiled_for_its_gpu_which_need_not_be_here(tmp_path):
     table = make_table(head=head, env={"triton": TRITON}, entries=entries, confirmed={})
     with Compilers(print) as compilers:
         assert compilers.staleness(table) == Staleness(sizes=((kind, 8),))
+
+
+@pytest.mark.gpu
+def test_a_gpu_compiles_to_the_machine_code_that_was_found_without_it(device, tmp_path):
+    head, here = HeadShape(vocab=4096, hidden=64, dtype="bf16"), lookup.device_of(device)
+    choices = [(ReadConfig(1, 512, 1), KIND_NAMES["greedy"]), (TileConfig(16, 64, 32, 4, 2), KIND_NAMES["edit"])]
+    process = pretending_process(tmp_path / "log", here.cc, here.sms)
+    try:
+        codes = ask_once(process, codes_request(head, choices), 300.0)["codes"]
+    finally:
+        process.end()
+    parts = Parts.of(workload.empty_head(head, device))
+    assert [fingerprint.machine_code(*choice, parts) for choice in choices] == codes
 
 
 SHIPPED = sorted((Path(sgl_flashsample.__file__).parent / "tables").glob("fs2,*.json"))

@@ -476,6 +476,19 @@ def test_machine_code_that_is_the_same_or_cannot_be_compared_makes_no_table_stal
     assert after.table_file == resolved.table_file and after.warnings == ()
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [{"logit_scale": 0.5}, {"softcap": 50.0}, {"vocab_size": VOCAB - 1}],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_a_head_whose_kernels_have_constants_of_their_own_is_not_compared(head, tmp_path, compiled, changes):
+    resolved = resolve(head, file=put(tmp_path, own_table(head)))
+    compiled[TILE] = "another"
+    assert compare_compiled(resolved, Parts.of(head), 512).table_file.match is Match.STALE
+    other = dataclasses.replace(head, **changes)
+    assert compare_compiled(resolved, Parts.of(other), 512).table_file.match is Match.EXACT
+
+
 def test_choices_that_a_server_does_not_take_are_not_compared(head, tmp_path, compiled):
     """A screened one without a screen, and one that the self-check has refused."""
     entries = [make_entry("plain", 16, TILE), make_entry("plain+screen", 16, SCREEN)]
