@@ -7,15 +7,15 @@ import dataclasses
 import importlib.metadata
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from ..defaults import family_of
-from ..kinds import BatchKind
+from ..kinds import BatchKind, Config
 from ..tables.lookup import known_stale, other_code
-from ..tables.schema import Device, Table
+from ..tables.schema import Device, HeadShape, Table
 from . import pool
 from .decisions import decisions, device_and_head
 from .labels import codes_request
@@ -89,7 +89,7 @@ class Compilers:
         sizes = list(decisions(table))
         choices = [(one.config, one.kind) for one in sizes if one.config is not None]
         self._note(f"compiling what {len(sizes)} batch sizes take on an {device.name}, to compare the machine code")
-        answer = self._ask(device, codes_request(head, choices))
+        answer = self.codes(device, head, choices)
         if "error" in answer:
             return Staleness(unknown=f"nothing could be compiled: {answer['error']['detail']}")
         stale = [
@@ -97,8 +97,9 @@ class Compilers:
         ]
         return Staleness(sizes=tuple(stale))
 
-    def _ask(self, device: Device, request: dict[str, Any]) -> dict[str, Any]:
+    def codes(self, device: Device, head: HeadShape, choices: Iterable[tuple[Config, BatchKind]]) -> dict[str, Any]:
+        """The answer of a worker: "codes", the machine code of each of ``choices``, or an error."""
         gpu = (device.cc, device.sms)
         if gpu not in self._processes:
             self._processes[gpu] = pretending_process(self._log, *gpu)
-        return ask_once(self._processes[gpu], request, CODE_SECONDS)
+        return ask_once(self._processes[gpu], codes_request(head, choices), CODE_SECONDS)

@@ -19,8 +19,7 @@ from tuned_tables import H200, make_entry, make_table
 import sgl_flashsample
 from sgl_flashsample.autotune import workload
 from sgl_flashsample.autotune.decisions import decisions
-from sgl_flashsample.autotune.labels import codes_request, label_of
-from sgl_flashsample.autotune.pool import ask_once, pretending_process
+from sgl_flashsample.autotune.labels import label_of
 from sgl_flashsample.autotune.staleness import Compilers, Staleness
 from sgl_flashsample.kernels.config import ReadConfig, TileConfig
 from sgl_flashsample.kinds import KIND_NAMES
@@ -147,28 +146,21 @@ def test_a_head_with_a_soft_cap_is_measured_with_the_one_that_servers_compare():
 
 
 @pytest.mark.slow
-def test_a_table_is_compiled_for_its_gpu_which_need_not_be_here(tmp_path):
+def test_a_table_is_compiled_for_its_gpu_which_need_not_be_here():
     head, config, kind = HeadShape(vocab=4096, hidden=64, dtype="bf16"), ReadConfig(1, 512, 1), KIND_NAMES["greedy"]
-    process = pretending_process(tmp_path / "log", H200.cc, H200.sms)
-    try:
-        (code,) = ask_once(process, codes_request(head, [(config, kind)]), 300.0)["codes"]
-    finally:
-        process.end()
-    entries = [make_entry("greedy", 4, config, code=code), make_entry("greedy", 8, config)]
-    table = make_table(head=head, env={"triton": TRITON}, entries=entries, confirmed={})
     with Compilers(print) as compilers:
-        assert compilers.staleness(table) == Staleness(sizes=((kind, 8),))
+        (code,) = compilers.codes(H200, head, [(config, kind)])["codes"]
+        entries = [make_entry("greedy", 4, config, code=code), make_entry("greedy", 8, config)]
+        table = make_table(head=head, env={"triton": TRITON}, entries=entries, confirmed={})
+        assert len(code) == 16 and compilers.staleness(table) == Staleness(sizes=((kind, 8),))
 
 
 @pytest.mark.gpu
-def test_a_gpu_compiles_to_the_machine_code_that_was_found_without_it(device, tmp_path):
+def test_a_gpu_compiles_to_the_machine_code_that_was_found_without_it(device):
     head, here = HeadShape(vocab=4096, hidden=64, dtype="bf16"), lookup.device_of(device)
     choices = [(ReadConfig(1, 512, 1), KIND_NAMES["greedy"]), (TileConfig(16, 64, 32, 4, 2), KIND_NAMES["edit"])]
-    process = pretending_process(tmp_path / "log", here.cc, here.sms)
-    try:
-        codes = ask_once(process, codes_request(head, choices), 300.0)["codes"]
-    finally:
-        process.end()
+    with Compilers(print) as compilers:
+        codes = compilers.codes(here, head, choices)["codes"]
     parts = Parts.of(workload.empty_head(head, device))
     assert [fingerprint.machine_code(*choice, parts) for choice in choices] == codes
 

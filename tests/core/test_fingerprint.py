@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import textwrap
 
 import pytest
 
@@ -75,16 +74,14 @@ MOVED = [
 CONSTANT = ["_SERIES_TERMS = tl.constexpr(8)", "_SERIES_TERMS = tl.constexpr(9)"]
 
 
-@pytest.fixture
-def codes_of(tmp_path):
+@pytest.fixture(scope="module")
+def codes_of(tmp_path_factory):
     """A function that returns the machine code of configurations, by a new process with an empty cache."""
 
     def codes_of(asked: list[list], **edits: list[list[str]]) -> dict[str, str]:
-        folder = tmp_path / str(len(list(tmp_path.iterdir())))
-        folder.mkdir()
+        folder = tmp_path_factory.mktemp("compiled")
         environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(folder / "cache")}
-        arguments = [json.dumps(edits), json.dumps(asked), str(folder)]
-        command = [sys.executable, "-c", textwrap.dedent(SCRIPT), *arguments]
+        command = [sys.executable, "-c", SCRIPT, json.dumps(edits), json.dumps(asked), str(folder)]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr[-3000:]
         return json.loads(done.stdout.splitlines()[-1])
@@ -92,17 +89,19 @@ def codes_of(tmp_path):
     return codes_of
 
 
-def test_comments_names_and_lines_of_a_kernel_leave_its_machine_code_and_a_constant_does_not(codes_of):
-    as_it_is = codes_of(FUSED)
+@pytest.fixture(scope="module")
+def codes(codes_of):
+    asked = [["read", "plain", 1], ["read", "greedy", 1], *FUSED, ["fused", "greedy", 1], ["deeper", "plain", 1]]
+    return codes_of([*asked, ["screened", "plain+screen", 1], ["screened", "plain+screen", 64]])
+
+
+def test_comments_names_and_lines_of_a_kernel_leave_its_machine_code_and_a_constant_does_not(codes_of, codes):
+    as_it_is = {"fused plain 1": codes["fused plain 1"]}
     assert codes_of(FUSED, lm_head_sample=[COMMENT, RENAMED, MOVED]) == as_it_is
     assert codes_of(FUSED, rng=[CONSTANT]) != as_it_is
 
 
-def test_each_configuration_and_kind_has_machine_code_of_its_own_whatever_the_size_of_its_screen(codes_of):
-    asked = [["read", "plain", 1], ["read", "greedy", 1], ["fused", "plain", 1], ["fused", "greedy", 1]]
-    codes = codes_of(
-        [*asked, ["deeper", "plain", 1], ["screened", "plain+screen", 1], ["screened", "plain+screen", 64]]
-    )
+def test_each_configuration_and_kind_has_machine_code_of_its_own_whatever_the_size_of_its_screen(codes):
     assert all(len(code) == 16 for code in codes.values())
     assert codes["fused plain 1"] == codes["fused greedy 1"], "the noise of a greedy row is left out by a reader alone"
     assert codes["screened plain+screen 1"] == codes["screened plain+screen 64"]
