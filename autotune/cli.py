@@ -24,7 +24,7 @@ from ..kernels.config import GROUP_SIZE
 from ..kinds import KIND_NAMES, SamplingPath
 from ..model_config import head_of
 from ..switches import FOLDERS_VARIABLE
-from ..tables.lookup import user_folder
+from ..tables.lookup import SIMULATED, user_folder
 from ..tables.schema import Device, HeadShape, file_name
 from .labels import DEVICES, device_named
 
@@ -118,7 +118,7 @@ def run(options: argparse.Namespace) -> int:
 def _serving(options: argparse.Namespace, path: Path, *, simulated: bool) -> str:
     """The command of a server that uses the table in ``path``."""
     if simulated:
-        return "its times are simulated: no server uses it"
+        return SIMULATED
     model = getattr(options, "model", None) or options.model_path or "MODEL"
     words = ["sglang", "serve", "--model-path", model, "--sampling-backend", "flashsample"]
     words += ["--tp", str(options.tp)] if options.tp > 1 else []

@@ -181,7 +181,7 @@ class _Coordinator:
             staleness = compilers.staleness(table, env.get("triton", ""))
         self._began = time.monotonic()
         if staleness.unknown:
-            self.progress.note(f"whether the table that is here is stale is not known: {staleness.unknown}")
+            self.progress.note(f"the table that is here: {staleness.words(table)}")
         if staleness.lines:
             self.progress.note(f"the table that is here is {staleness.words(table)}; such sizes are measured again")
             writer.forget(staleness.sizes)

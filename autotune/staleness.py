@@ -42,7 +42,11 @@ class Staleness:
         """The state of the table in one line."""
         if self.lines:
             return f"stale: {'; '.join(self.lines)}"
-        return f"not known: {self.unknown}" if self.unknown else f"as measured, by Triton {table.env['triton']}"
+        return (
+            f"whether it is stale is not known: {self.unknown}"
+            if self.unknown
+            else f"as measured, by Triton {table.env['triton']}"
+        )
 
 
 def other_release(table: Table, installed: str) -> str:

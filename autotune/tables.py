@@ -28,6 +28,7 @@ from ..switches import FILE_VARIABLE, text
 from ..tables.lookup import (
     COMPARED,
     NOTED,
+    SIMULATED,
     TableFile,
     Target,
     bucket_for,
@@ -60,8 +61,6 @@ from .decisions import (
 from .labels import key_of, known_device
 from .race import GAIN_TOLERANCE, gains_apart
 from .staleness import Compilers
-
-SIMULATED = "its times are simulated: no server uses it"
 
 
 def _say(line: str) -> None:
@@ -487,7 +486,7 @@ def check(file: str, compilers: Compilers) -> tuple[list[str], list[str], list[s
     if table is None:
         return [str(reason)], [], []
     staleness, notes = compilers.staleness(table), list(_notes(table))
-    notes += [f"whether it is stale is not known: {staleness.unknown}"] if staleness.unknown else []
+    notes += [staleness.words(table)] if staleness.unknown else []
     return list(_errors(table, Path(file))), staleness.lines, notes
 
 

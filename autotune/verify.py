@@ -13,7 +13,7 @@ from typing import Any
 
 from ..exit_codes import FAILED, OK, USAGE
 from ..kinds import KIND_NAMES, SamplingPath
-from ..tables.lookup import other_code
+from ..tables.lookup import known_stale
 from ..tables.schema import Table
 from .decisions import Decision, decisions, device_and_head
 from .labels import GEMM, codes_request, key_of, setup_request
@@ -21,7 +21,7 @@ from .plan import EFFORTS, Plan
 from .pool import HELLO_SECONDS, WorkerProcess, ask_once, measuring_process
 from .progress import Progress
 from .race import RECORDED_ROUNDS, Policy, robust_mean, t_quantile
-from .staleness import other_release
+from .staleness import Staleness, other_release
 
 WITHIN = 0.03  # largest relative difference from the recorded time
 SLOWER = Policy().min_gain  # largest loss against the built-in choice, by the lower bound of the ratio
@@ -70,7 +70,7 @@ def verify(table: Table, progress: Progress) -> tuple[int, str, list[Replayed]]:
     process = measuring_process(log)
     replayed: list[Replayed] = []
     failure: str | None = None
-    unknown = ""
+    reasons, unknown = known_stale(table), ""
     try:
         answer = ask_once(process, {"op": "hello"}, HELLO_SECONDS)
         failure = _wrong_device(table, answer)
@@ -80,7 +80,7 @@ def verify(table: Table, progress: Progress) -> tuple[int, str, list[Replayed]]:
             recorded = list(decisions(table))
             for one in recorded:
                 replayed.append(_replay(one, plan, process))
-                if not unknown and _has_other_code(one, plan, process):
+                if not reasons and not unknown and _has_other_code(one, plan, process):
                     replayed[-1] = dataclasses.replace(replayed[-1], stale=True)
                 progress.update("verified", len(replayed), len(recorded))
                 if replayed[-1].reason:
@@ -94,8 +94,8 @@ def verify(table: Table, progress: Progress) -> tuple[int, str, list[Replayed]]:
     if log.exists() and not log.stat().st_size:
         log.unlink()
     stale = [(KIND_NAMES[one.kind], one.rows) for one in replayed if one.stale]
-    code = f"; stale, {other_code(stale)}" if stale else ""
-    code = f"; whether it is stale is not known: {unknown}" if unknown else code
+    staleness = Staleness(tuple(reasons), tuple(stale), unknown)
+    code = f"; {staleness.words(table)}" if staleness.lines or unknown else ""
     wrong = [one for one in replayed if one.reason]
     if wrong:
         first = f"{wrong[0].kind} {wrong[0].rows}: {wrong[0].reason}"
@@ -105,11 +105,11 @@ def verify(table: Table, progress: Progress) -> tuple[int, str, list[Replayed]]:
 
 
 def _has_other_code(recorded: Decision, plan: Plan, process: WorkerProcess) -> bool:
-    """True where the size is stale: its machine code is another one, or was not recorded."""
+    """True where the machine code of a size is another one than was measured."""
     config = recorded.config or plan.default(recorded.rows, recorded.kind)
     request = codes_request(plan.head, [(config, recorded.kind)])
     answer = ask_once(process, request, ROUNDS_SECONDS)
-    return answer.get("codes") != [recorded.entry.code] or not recorded.entry.code
+    return answer.get("codes") != [recorded.entry.code]
 
 
 def _wrong_device(table: Table, answer: dict[str, Any]) -> str | None:

@@ -56,6 +56,7 @@ class Match(enum.StrEnum):
 
 
 SHIPPED_SOURCE = "shipped"
+SIMULATED = "its times are simulated: no server uses it"
 FRESH = (Match.EXACT, Match.COMPATIBLE)  # tables whose times still hold, as far as is known before kernels are compiled
 EXPLAINED = (Match.OTHER_VERSIONS, Match.STALE)  # the log line names the changes since the measurement
 
@@ -149,7 +150,7 @@ def match(table: Table, target: Target) -> tuple[Match | None, tuple[str, ...]]:
     theirs, ours = table.device, target.device
     assert theirs is not None and table.head is not None
     if table.simulated:
-        return None, ("its times are simulated, not measured on a GPU",)
+        return None, (SIMULATED,)
     if table.head != target.head:
         return None, (f"it is for head {table.head}; expected {target.head}",)
     if theirs.cc != ours.cc:

@@ -131,7 +131,7 @@ def test_verify_names_what_is_stale_though_its_times_hold(tmp_path, simulated):
     device = {"noise": 0.002, "costs": {label_of(DEFAULT, PLAIN): {"1": 200.0}}}
     result = tune(tmp_path, simulated(**device), sizes=(1,))
     code, line, replayed = verify(result.table, simulated(**device, changed=[label_of(DEFAULT, PLAIN)]))
-    assert code == 0 and "; stale, other machine code than was measured: plain 1" in line
+    assert code == 0 and "; stale: other machine code than was measured: plain 1" in line
     assert [one.stale for one in replayed if one.kind == "plain"] == [True]
     code, line, _ = verify(result.table, simulated(**device, env=ENV | {"triton": "3.7.0"}))
     known = "it was measured with Triton 3.6.0, and 3.7.0 is installed"

@@ -89,7 +89,7 @@ UNKNOWN_CODE = [replace(TABLE.entries[0], code=""), *TABLE.entries[1:]]
         ({"entries": UNKNOWN_CODE}, Match.STALE, NO_CODE),
         ({"confirmed": {"plain": Confirmed(rows=[32], us=[1.0])}}, Match.STALE, NO_CODE),
         ({"defaults": "sha256:0"}, Match.STALE, OTHER_CHOICES),
-        ({"simulated": True}, None, "its times are simulated, not measured on a GPU"),
+        ({"simulated": True}, None, "its times are simulated: no server uses it"),
         ({"device": H100}, Match.FAMILY, "it is for NVIDIA H100 80GB HBM3 (132 SMs), not NVIDIA H200"),
         ({"device": replace(H200, sms=66)}, Match.FAMILY, "(66 SMs), not NVIDIA H200 (132 SMs)"),
         ({"device": A100}, None, "it is for NVIDIA A100, not NVIDIA H200"),
@@ -503,7 +503,7 @@ def test_a_simulated_table_is_found_in_no_folder_and_under_no_name(folders):
     path = put(made["first"], replace(TABLE, simulated=True))
     for file in (None, path):
         table_file, warnings = find(TARGET, file=file, environ=environ)
-        assert table_file is None and set(warnings) == {f"{path}: its times are simulated, not measured on a GPU"}
+        assert table_file is None and set(warnings) == {f"{path}: its times are simulated: no server uses it"}
 
 
 @pytest.mark.parametrize(
