@@ -489,6 +489,15 @@ def test_a_head_whose_kernels_have_constants_of_their_own_is_not_compared(head, 
     assert compare_compiled(resolved, Parts.of(other), 512).table_file.match is Match.EXACT
 
 
+def test_a_table_of_another_gpu_is_not_compared(head, tmp_path, compiled):
+    """Kernels have the number of its multiprocessors in them."""
+    resolved = resolve(head, file=put(tmp_path, own_table(head)))
+    compiled[TILE] = "another"
+    family = dataclasses.replace(resolved.table_file, match=Match.FAMILY)
+    after = compare_compiled(dataclasses.replace(resolved, table_file=family), Parts.of(head), 512)
+    assert after.table_file == family and after.warnings == ()
+
+
 def test_choices_that_a_server_does_not_take_are_not_compared(head, tmp_path, compiled):
     """A screened one without a screen, and one that the self-check has refused."""
     entries = [make_entry("plain", 16, TILE), make_entry("plain+screen", 16, SCREEN)]
