@@ -109,11 +109,12 @@ def test_a_run_records_machine_code_and_rivals_of_every_size_and_that_it_was_sim
 @pytest.mark.slow
 def test_a_run_measures_what_is_stale_again_and_is_up_to_date_then(tmp_path, simulated):
     costs = {label_of(DEFAULT, PLAIN): {"1": 200.0}}
-    tune(tmp_path, simulated(costs=costs), sizes=(1,))
+    tune(tmp_path, simulated(costs=costs), sizes=(1, 2))
     notes, device = Notes(), simulated(costs=costs, changed=[label_of(DEFAULT, PLAIN)])
     again = tune(tmp_path, device, notes, sizes=(1,))
     stale = [line for line in notes.lines if "other machine code than was measured: plain 1" in line]
     assert again.status == "done" and stale and stale[0].endswith("such sizes are measured again")
+    assert again.table.sizes("plain") == [1] and again.table.sizes("truncate") == [1, 2], "what is stale is not kept"
     assert tune(tmp_path, device, sizes=(1,)).status == "up to date"
 
 
