@@ -9,6 +9,7 @@ import argparse
 import dataclasses
 import json
 import re
+import shlex
 import sys
 import webbrowser
 from collections.abc import Callable, Sequence
@@ -22,7 +23,8 @@ from ..files import write_whole
 from ..kernels.config import GROUP_SIZE
 from ..kinds import KIND_NAMES, SamplingPath
 from ..model_config import head_of
-from ..tables.lookup import user_folder
+from ..switches import FOLDERS_VARIABLE
+from ..tables.lookup import SIMULATED, user_folder
 from ..tables.schema import Device, HeadShape, file_name
 from .labels import DEVICES, device_named
 
@@ -109,9 +111,19 @@ def run(options: argparse.Namespace) -> int:
         return result.code
     print(result.message)
     if result.path is not None and result.code == OK:
-        served = "servers here find it" if options.out is None else "servers take it with --tuned FILE"
-        print(f"{served}; next: sgl-flashsample tune show FILE, or tune report FILE --open")
+        print(_serving(options, result.path, simulated=result.table is not None and result.table.simulated))
     return result.code
+
+
+def _serving(options: argparse.Namespace, path: Path, *, simulated: bool) -> str:
+    """The command of a server that uses the table in ``path``."""
+    if simulated:
+        return SIMULATED
+    model = getattr(options, "model", None) or options.model_path or "MODEL"
+    words = ["sglang", "serve", "--model-path", model, "--sampling-backend", "flashsample"]
+    words += ["--tp", str(options.tp)] if options.tp > 1 else []
+    folder = "" if options.out is None else f"{FOLDERS_VARIABLE}={shlex.quote(str(path.parent.resolve()))} "
+    return f"serve with it: {folder}{shlex.join(words)}"
 
 
 def verify(options: argparse.Namespace) -> int:
@@ -336,7 +348,7 @@ COMMANDS = {
         ),
     ),
     "lint": Command(
-        "check tables: form, ranges, sizes, kernels; exit code 1 if one is malformed or stale",
+        "check tables: form, ranges, sizes, machine code; exit code 1 if one is malformed, simulated or stale",
         lambda options: _tables().lint(options.files),
         (_argument("files", nargs="+", metavar="FILE", help="tables"),),
     ),

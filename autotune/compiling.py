@@ -1,6 +1,7 @@
-"""The worker that compiles: many such processes fill Triton's cache on disk while another one measures.
+"""The worker that compiles: many such processes fill Triton's cache on disk while another one measures. One for a GPU
+that need not be here says to which machine code the configurations of a table compile.
 
-It makes the same launches as that one, without running them, so that the binaries are the same.
+It makes the same launches as the one that measures, without running them, so that the binaries are the same.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import re
 import subprocess
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +21,13 @@ import torch
 import triton
 
 from ..kernels.config import ScreenConfig
-from ..kernels.launch import compiling_only
+from ..kernels.launch import Gpu, compiling_only, pretend_gpu
 from ..kernels.params import LMHead
 from ..kinds import KIND_NAMES, BatchKind, Config, SamplingPath
 from ..paths import Parts
 from ..screen import Screen, UnwrittenScreen, unsupported_head
-from ..selfcheck import MAX_IDS, first_ids, launch_once
+from ..selfcheck import MAX_COMPILING_THREADS, MAX_IDS, first_ids, launch_once
+from ..tables.fingerprint import machine_code
 from ..tables.schema import HeadShape
 from .correctness import checked_kinds, fused_beside
 from .errors import error_of
@@ -50,12 +53,39 @@ class CompilingWorker:
     def make(cls, spec: dict[str, Any]) -> CompilingWorker:
         os.nice(5)  # the process that measures comes first
         torch.set_num_threads(1)
+        if "gpu" in spec:
+            capability, multiprocessors = spec["gpu"]
+            major, minor = map(int, capability.split("."))
+            pretend_gpu(Gpu((major, minor), multiprocessors))
+            return cls(torch.device("cpu"), 1)
         return cls(torch.device(spec.get("device", "cuda")), int(spec.get("processes", 1)))
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
+        return getattr(self, f"_answer_{request['op']}")(request)
+
+    def _answer_codes(self, request: dict[str, Any]) -> dict[str, Any]:
+        """The machine code of each of ``choices``, empty where one does not compile."""
+        self._use(HeadShape(**request["head"]))
+        head = self._heads[0]
+        launches = []
+        for choice in request["choices"]:
+            config = config_of(choice["path"], choice["config"])
+            screen = self._screen_of(head) if isinstance(config, ScreenConfig) else None
+            launches.append((config, KIND_NAMES[choice["kind"]], Parts.of(head, screen)))
+        threads = min(MAX_COMPILING_THREADS, len(os.sched_getaffinity(0)))
+        with ThreadPoolExecutor(threads) as pool, triton.AsyncCompileMode(pool, ignore_errors=True), compiling_only():
+            for config, kind, parts in launches:
+                launch_once(parts, config, kind.launched(config))
+        codes = []
+        for launch in launches:
+            codes.append("")
+            with contextlib.suppress(Exception):  # whatever a compiler makes of a configuration
+                codes[-1] = machine_code(*launch)
+        return {"codes": codes}
+
+    def _answer_compile(self, request: dict[str, Any]) -> dict[str, Any]:
         """Seconds by part, and the maximum over the main kernels of shared memory in bytes, registers per thread and
         spilled bytes per thread."""
-        assert request["op"] == "compile", request["op"]
         began = time.monotonic()
         self._use(HeadShape(**request["head"]))
         config, kind = config_of(request["path"], request["config"]), KIND_NAMES[request["kind"]]

@@ -18,7 +18,7 @@ from ..tables.lookup import buffer_bytes
 from ..tables.schema import Entry, config_fields
 from .baselines import baseline_names
 from .errors import LASTING
-from .labels import config_of, kernel_kind, key_of, label_of, setup_request
+from .labels import codes_request, config_of, kernel_kind, key_of, label_of, setup_request
 from .plan import midpoint
 from .pool import Job
 from .race import (
@@ -40,6 +40,7 @@ from .writer import TableWriter
 SETUP_SECONDS = 20.0  # without the contenders, each of which takes more
 EACH_SECONDS = 8.0
 ROUND_SECONDS = 20.0
+CODE_SECONDS = 60.0
 GTEST_DRAWS, GTEST_SECONDS = 200_000, 60.0
 GTEST_TRIES = 2  # attempts, where the process ends or has no memory
 MAX_TRIES = 4  # attempts at a race, where its process ends or its times contradict its rounds
@@ -60,7 +61,8 @@ Steps = Generator[tuple[dict[str, Any], float], dict[str, Any], Any]
 class Outcome:
     """A race that is over. configs: of the candidates, by key. samples: microseconds per round of everything whose
     times are recorded. clock: the median meanwhile. default: the key of the built-in choice, "" where it could not
-    race. flashinfer: whether the flashinfer path is faster for certain."""
+    race. flashinfer: whether the flashinfer path is faster for certain. code: the winner's machine code, "" where
+    unknown."""
 
     kind: BatchKind
     rows: int
@@ -70,6 +72,7 @@ class Outcome:
     clock: float
     default: str
     flashinfer: bool = False
+    code: str = ""
 
     @property
     def winner(self) -> Config:
@@ -98,8 +101,10 @@ class Outcome:
             default=self.default,
             default_us=round(timed[self.default][0], 3) if self.default else 0.0,
             gain=round(1.0 - 1.0 / (1.0 + gain), 5),
+            against=len(self.configs) - 1,
             tied=list(self.verdict.tied),
             checked="tokens, g-test",
+            code=self.code,
             clock_mhz=self.clock,
             others={name: round(median, 3) for name, median in others.items()},
         )
@@ -219,7 +224,7 @@ class Decider:
                 break
             finalists = [config for config in finalists if config != outcome.winner]
         if outcome is not None:
-            self._write(outcome)
+            yield from self._write(outcome)
 
     def _passes(self, outcome: Outcome) -> Steps:
         """True where many draws of the winner follow the distribution, and FlashInfer's too where it has won."""
@@ -345,7 +350,13 @@ class Decider:
     def _is_refused(self, config: Config, kind: BatchKind) -> bool:
         return label_of(config, kind) in self.context.rejected
 
-    def _write(self, outcome: Outcome) -> None:
+    def _write(self, outcome: Outcome) -> Steps:
+        request = codes_request(self.context.plan.head, [(outcome.winner, outcome.kind)])
+        answer = yield request, CODE_SECONDS
+        if "error" in answer:
+            self.context.note(f"{outcome.kind} {outcome.rows}: no machine code: {answer['error']['detail']}")
+        else:
+            outcome.code = answer["codes"][0]
         entry = outcome.entry()
         self.writer.add(entry)
         self.context.log.add(
@@ -384,4 +395,4 @@ class Decider:
             )
             self.context.log.add("transfer", kind=str(kind), rows=rows, regret=round(regret, 5), inserted=insert)
             if insert and (yield from self._passes(outcome)):
-                self._write(outcome)
+                yield from self._write(outcome)

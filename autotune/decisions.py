@@ -11,7 +11,6 @@ import msgspec
 
 from ..defaults import HeadTraits, default_config, defaults_digest, family_of
 from ..kinds import BATCH_KINDS, KIND_NAMES, BatchKind, Config, path_of
-from ..tables.fingerprint import installed_fingerprints
 from ..tables.schema import ITEMSIZE, Confirmed, Device, Entry, HeadShape, Table
 from .labels import GEMM, key_of
 from .race import Policy
@@ -82,19 +81,22 @@ def decisions(table: Table, logged: Iterable[Entry] = ()) -> Iterator[Decision]:
     known = {(entry.kind, entry.rows, entry.us): entry for entry in logged}
     for kind in BATCH_KINDS:
         confirmed = table.confirmed.get(str(kind), Confirmed(rows=[], us=[]))
-        gemm_us = confirmed.gemm_us or [0.0] * len(confirmed.rows)
-        times = {rows: (us, gemm) for rows, us, gemm in zip(confirmed.rows, confirmed.us, gemm_us, strict=True)}
+        number = len(confirmed.rows)
+        gemm_us, code = confirmed.gemm_us or [0.0] * number, confirmed.code or [""] * number
+        against: list[int | None] = [*confirmed.against] or [None] * number
+        evidence = {row[0]: row[1:] for row in zip(confirmed.rows, confirmed.us, gemm_us, against, code, strict=True)}
         for rows in table.sizes(str(kind)):
             entry = table.entry(str(kind), rows)
             if entry is not None:
                 yield Decision(entry, False, entry.configuration)
                 continue
-            us, gemm = times[rows]
+            us, gemm, others_raced, code_of_it = evidence[rows]
             config = builtin_config(*device_and_head(table), rows, kind)
             path = path_of(config).value if config is not None else "built-in"
             others = {GEMM: gemm} if gemm else {}
             entry = Entry(kind=str(kind), rows=rows, path=path, config={}, us=us, default_us=us, others=others)
-            entry = msgspec.structs.replace(known.get((str(kind), rows, us), entry), se=CONFIRMED_ERROR * us)
+            entry = known.get((str(kind), rows, us), entry)
+            entry = msgspec.structs.replace(entry, se=CONFIRMED_ERROR * us, against=others_raced, code=code_of_it)
             yield Decision(entry, True, config)
 
 
@@ -114,7 +116,14 @@ def stored(chosen: Iterable[Decision]) -> dict[str, Any]:
     of_kinds = {}
     for kind, sizes in confirmed.items():
         rows, us, gemm_us = ([getattr(one, name) for one in sizes] for name in ("rows", "us", "gemm_us"))
-        of_kinds[kind] = Confirmed(rows=rows, us=us, gemm_us=gemm_us if any(gemm_us) else [])
+        against, code = [one.entry.against for one in sizes], [one.entry.code for one in sizes]
+        of_kinds[kind] = Confirmed(
+            rows=rows,
+            us=us,
+            gemm_us=gemm_us if any(gemm_us) else [],
+            against=[number for number in against if number is not None] if None not in against else [],
+            code=code if any(code) else [],
+        )
     return {"entries": entries, "confirmed": of_kinds}
 
 
@@ -142,14 +151,28 @@ def why_apart(a: Table, b: Table) -> str:
     one."""
     if a.defaults != b.defaults:
         return "measured against different built-in choices"
-    for path in sorted(a.kernels.keys() & b.kernels.keys()):
-        if a.kernels[path].get("src") != b.kernels[path].get("src"):
-            return f"measured with different kernels ({path})"
+    if a.simulated != b.simulated:
+        return "measured on a GPU and on a simulated device"
+    if other := differently_compiled(a, b):
+        kind, rows = other[0]
+        return f"measured with different machine code of the same configuration ({kind} {rows})"
     for name in SAME_ENV:
         if a.env.get(name) != b.env.get(name):
             return f"measured with different versions ({name} {a.env.get(name)} and {b.env.get(name)})"
     allowed = [table.measure.get("allowed") or "none" for table in (a, b)]
     return "" if allowed[0] == allowed[1] else f"tuned with different --allow-path ({allowed[0]} and {allowed[1]})"
+
+
+def differently_compiled(a: Table, b: Table) -> list[tuple[BatchKind, int]]:
+    """The sizes of ``b`` whose configuration was measured in both tables, with other machine code in ``b``.
+    Nothing is known of a size without machine code."""
+    codes = {(one.kind.launched(one.config), one.config): one.entry.code for one in decisions(a) if one.config}
+    other = []
+    for one in decisions(b):
+        code = codes.get((one.kind.launched(one.config), one.config), "") if one.config else ""
+        if code and one.entry.code and code != one.entry.code:
+            other.append((one.kind, one.rows))
+    return other
 
 
 def builtin_config(device: Device, head: HeadShape, rows: int, kind: BatchKind) -> Config | None:
@@ -162,12 +185,6 @@ def traits_of(device: Device, head: HeadShape) -> HeadTraits | None:
     """The traits that built-in choices depend on; None for a device without them."""
     family = family_of(device.cc)
     return HeadTraits.of_shape(head, family) if family is not None else None
-
-
-def same_kernels(table: Table) -> bool:
-    installed = installed_fingerprints()
-    measured = {path: hashes.get("src") for path, hashes in table.kernels.items()}
-    return bool(measured) and all(fingerprint == installed.get(path) for path, fingerprint in measured.items())
 
 
 def same_defaults(table: Table) -> bool:

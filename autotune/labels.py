@@ -98,6 +98,12 @@ def contender(config: Config, kind: BatchKind) -> dict[str, Any]:
     return {"path": path_of(config).value, "config": config_fields(config), "label": label_of(config, kind)}
 
 
+def codes_request(head: HeadShape, choices: Iterable[tuple[Config, BatchKind]]) -> dict[str, Any]:
+    """The request to a worker for the machine code of configurations."""
+    named = [{"kind": str(kind), **contender(config, kind)} for config, kind in choices]
+    return {"op": "codes", "head": msgspec.to_builtins(head), "choices": named}
+
+
 def setup_request(
     head: HeadShape, kind: BatchKind, rows: int, configs: Mapping[str, Config], beside: Iterable[str] = ()
 ) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from ..kernels.params import LMHead
 from ..kernels.workspace import Workspace
 from ..kinds import KIND_NAMES, MAX_SCREENED_ROWS, PLAIN, BatchKind, Config, SamplingPath
 from ..paths import compute_logits
+from ..tables.fingerprint import machine_code
 from ..tables.lookup import device_of, environment
 from ..tables.schema import HeadShape
 from .baselines import FLASHINFER, baseline_call, baselines, import_flashinfer
@@ -69,11 +70,11 @@ class MeasuringWorker:
         return getattr(self, f"_{request['op']}")(request)
 
     def _hello(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Device, versions, and the load of the device by other processes in percent."""
+        """Device, versions, and the load of the device by other processes in percent. simulated: it is no GPU."""
         env = environment() | {"python": platform.python_version(), "sgl_flashsample": __version__}
         device = msgspec.to_builtins(device_of(self.device))
         if self.device.type != "cuda":
-            return {"device": device | {"sms": 1, "smem_optin": 232_448}, "env": env, "busy": 0}
+            return {"device": device | {"sms": 1, "smem_optin": 232_448}, "env": env, "busy": 0, "simulated": True}
         return {"device": device, "env": env, "busy": round(busy_percent(self.device))}
 
     def _ready(self, request: dict[str, Any]) -> dict[str, Any]:
@@ -112,6 +113,15 @@ class MeasuringWorker:
         assert self._check is not None
         p, draws = self._check.g_test(config, kind, request["draws"])
         return {"p": p, "draws": draws}
+
+    def _codes(self, request: dict[str, Any]) -> dict[str, Any]:
+        """The machine code of each of ``choices``."""
+        codes = []
+        for choice in request["choices"]:
+            config = config_of(choice["path"], choice["config"])
+            parts = self._launcher.parts(config, self._heads[0], 1)
+            codes.append(machine_code(config, KIND_NAMES[choice["kind"]], parts))
+        return {"codes": codes}
 
     def _setup(self, request: dict[str, Any]) -> dict[str, Any]:
         """Prepare a race of ``contenders`` in batches of ``rows`` rows. Returns the reason of each that cannot race."""

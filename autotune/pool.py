@@ -245,3 +245,9 @@ def compiling_process(log: Path, processes: int) -> WorkerProcess:
     """One of so many processes that compile for the first GPU that this one may use."""
     environment = {"CUDA_VISIBLE_DEVICES": visible_gpu(0), "OMP_NUM_THREADS": "1"}
     return WorkerProcess(WORKERS.compiling | {"processes": processes}, log, environment)
+
+
+def pretending_process(log: Path, capability: str, multiprocessors: int) -> WorkerProcess:
+    """A process that compiles for such a GPU, which need not be here. capability: "9.0"."""
+    environment = {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "0"}
+    return WorkerProcess(WORKERS.compiling | {"gpu": [capability, multiprocessors]}, log, environment)

@@ -207,6 +207,7 @@ def _summary(table: Table, sizes: Sequence[Decision]) -> str:
         line += f", by {gains[0]:.1%} to {gains[-1]:.1%} faster" if len(gains) > 1 else f", {gains[0]:.1%} faster"
     provenance = table.provenance
     state = "" if provenance.get("complete") is True else " The run was not finished."
+    state += " The times are simulated: no server uses the table." if table.simulated else ""
     trials, seconds = (provenance.get(name, "?") for name in ("trials", "seconds"))
     effort = f"Effort {table.effort}, {trials} configurations tried, {seconds} s."
     title = f"{device.name}, LM head {head}"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import hashlib
 import itertools
 import statistics
 import time
@@ -18,10 +19,10 @@ from typing import IO, Any
 
 import msgspec
 
+from .. import kernels
 from ..exit_codes import FAILED, INTERRUPTED, OK, USAGE
 from ..files import hold
 from ..kinds import PLAIN, BatchKind, Config
-from ..tables.fingerprint import installed_fingerprints
 from ..tables.lookup import load_table, tables_in
 from ..tables.schema import Device, HeadShape, Table, file_name
 from .baselines import ARGMAX, FLASHINFER, NO_GEMM
@@ -41,6 +42,7 @@ from .pool import (
 from .progress import Progress
 from .search import Context, Search
 from .space import space_hash
+from .staleness import Compilers
 from .trials import TrialLog, log_of
 from .writer import MEASURE, TableWriter
 
@@ -112,6 +114,7 @@ class _Coordinator:
         self.preparing = Pool([measuring_process(self._logs / "baselines.log")])  # compiles baselines
         self.pools = [self.gpus, self.compilers, self.preparing]
         self.flashinfer = False  # true once it can be raced
+        self._simulated = False  # true once a process has said that it measures on no GPU
         self.log: TrialLog | None = None
         self._held: IO[str] | None = None  # lock: no other run writes to the table or its log
 
@@ -144,13 +147,18 @@ class _Coordinator:
                 f"another run is tuning this head in {options.out}: wait for it, or choose another folder with --out"
             )
         plan = options.plan(device, head, self.effort, options.sizes or SIZES)
-        writer = TableWriter(options.out, plan, env, options.flashinfer is not None, self.progress.note)
-        if not options.force and writer.up_to_date():
-            return Result(OK, "up to date", f"up to date: {writer.path}", writer.path)
+        flashinfer = options.flashinfer is not None
+        writer = TableWriter(options.out, plan, env, flashinfer, self.progress.note, self._simulated)
+        stale = False
+        if writer.before is not None and not options.force:
+            stale = self._forget_stale(writer, writer.before, env)
+            if not stale and writer.up_to_date():
+                return Result(OK, "up to date", f"up to date: {writer.path}", writer.path, writer.before)
         self.compilers.start()
         resumes = options.resume and not options.force
         if not resumes:
             writer.begin_anew()
+        resumes = resumes and not stale  # its decisions are of that machine code too
         self.log = TrialLog(log_of(writer.path), self._identity(plan, env), resume=resumes)
         if self.log.note:
             self.progress.note(self.log.note)
@@ -168,12 +176,26 @@ class _Coordinator:
             interrupted = True
         return self._finish(writer, search, decider, interrupted)
 
+    def _forget_stale(self, writer: TableWriter, table: Table, env: dict[str, str]) -> bool:
+        """Have the stale sizes of the table that is there measured again; returns whether it has any. What compiling
+        them takes is no part of the run's time."""
+        with Compilers(self.progress.note) as compilers:
+            staleness = compilers.staleness(table, env.get("triton", ""))
+        self._began = time.monotonic()
+        if staleness.unknown:
+            self.progress.note(f"the table that is here: {staleness.words(table)}")
+        if staleness.lines:
+            self.progress.note(f"the table that is here is {staleness.words(table)}; such sizes are measured again")
+            writer.forget(staleness.sizes)
+        return bool(staleness.lines)
+
     def _identity(self, plan: Plan, env: dict[str, str]) -> dict[str, Any]:
         return {
             "device": msgspec.to_builtins(plan.device),
             "head": msgspec.to_builtins(plan.head),
             "env": {name: env.get(name, "") for name in SAME_ENV},
-            "src": installed_fingerprints(),
+            "simulated": self._simulated,
+            "sources": _kernel_sources(),
             "space": [space_hash(path) for path in plan.paths],
             "defaults": plan.defaults_digest,
             "measure": MEASURE,
@@ -190,6 +212,7 @@ class _Coordinator:
             if answer["device"] != answers[0]["device"]:
                 raise ValueError("the GPUs differ: tune each kind with --gpus 1 and CUDA_VISIBLE_DEVICES")
         device = msgspec.convert(answers[0]["device"], Device)
+        self._simulated = any(answer.get("simulated") for answer in answers)
         env = {name: str(value) for name, value in answers[0]["env"].items() if value}
         self.progress.note(f"{device.name}, compute capability {device.cc}, {device.sms} multiprocessors")
         return device, env
@@ -290,6 +313,14 @@ class _Coordinator:
             more = f"run the same command again with a --budget of more than {self.effort.budget:.0f} s"
             return Result(USAGE, "out of time", f"out of time before the first race, no table written: {more}")
         return Result(FAILED, "no race came about", f"no race came about, no table written; see {self._logs}")
+
+
+def _kernel_sources() -> str:
+    """Digest of the files of the kernels: trials of other ones may have had other machine code, or wrong tokens."""
+    digest = hashlib.sha256()
+    for file in sorted(Path(kernels.__file__).parent.glob("*.py")):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def _summary(table: Table) -> str:

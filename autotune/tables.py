@@ -23,18 +23,19 @@ from ..dispatch import DENSE_ROWS, DispatchTable
 from ..exit_codes import FAILED, OK
 from ..files import write_whole
 from ..kernels.config import ScreenConfig
-from ..kinds import BATCH_KINDS, KIND_NAMES, BatchKind, Config, SamplingPath, path_of
+from ..kinds import BATCH_KINDS, KIND_NAMES, BatchKind, Config, path_of
 from ..switches import FILE_VARIABLE, text
-from ..tables.fingerprint import installed_fingerprints
 from ..tables.lookup import (
     COMPARED,
     NOTED,
+    SIMULATED,
     TableFile,
     Target,
     bucket_for,
     dispatch_of,
     find,
     folders,
+    known_stale,
     load_table,
     match,
     tables_in,
@@ -49,9 +50,9 @@ from .decisions import (
     by_size,
     decisions,
     device_and_head,
+    differently_compiled,
     larger_screen,
     same_defaults,
-    same_kernels,
     screen_cost,
     stored,
     traits_of,
@@ -59,6 +60,11 @@ from .decisions import (
 )
 from .labels import key_of, known_device
 from .race import GAIN_TOLERANCE, gains_apart
+from .staleness import Compilers
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr)
 
 
 def read(file: str | os.PathLike[str]) -> Table:
@@ -111,24 +117,18 @@ def list_tables(as_json: bool = False) -> None:
                 device, head = device_and_head(table)
                 confirmed = sum(len(sizes.rows) for sizes in table.confirmed.values())
                 line |= {"device": device.name, "head": str(head), "effort": table.effort}
-                line |= {"choices": len(table.entries), "confirmed": confirmed, "kernels": same_kernels(table)}
+                line |= {"choices": len(table.entries), "confirmed": confirmed, "stale": _known_state(table)}
             lines.append(line)
     if as_json:
         print(json.dumps(lines, indent=2))
         return
     console = _Output()
-    columns = ("device", "head", "effort", "choices", "built-in", "kernels", "where")
-    told = ("device", "head", "effort", "choices", "confirmed")
-    rows = [
-        (*(str(line[name]) for name in told), "installed" if line["kernels"] else "others", line["source"])
-        for line in lines
-        if not line["error"]
-    ]
-    console.print(_grid(columns, rows, ("device", "head", "effort", "kernels", "where")))
-    if not all(line["error"] or line["kernels"] for line in lines):
-        console.print(
-            "kernels others: measured with other kernels than the installed ones; used, but its times may be off"
-        )
+    columns = ("device", "head", "effort", "choices", "built-in", "where", "stale")
+    told = ("device", "head", "effort", "choices", "confirmed", "source", "stale")
+    rows = [tuple(str(line[name]) for name in told) for line in lines if not line["error"]]
+    console.print(_grid(columns, rows, ("device", "head", "effort", "where", "stale")))
+    if rows:
+        console.print("stale: as far as is known without compiling; `tune show FILE` compiles and compares")
     for line in lines:
         if line["error"]:
             console.print(f"not used: {line['file']}: {line['error']}")
@@ -136,27 +136,39 @@ def list_tables(as_json: bool = False) -> None:
         console.print(place)
 
 
+def _known_state(table: Table) -> str:
+    """Why servers do not take a table as it was measured, as far as is known without compiling; empty if they do."""
+    return SIMULATED if table.simulated else "; ".join(known_stale(table))
+
+
 def show(file: str, as_json: bool = False, kind: str | None = None) -> None:
     """Print a table for people. kind: only this one."""
     table, console = read(file), _Output()
+    with Compilers(_say) as compilers:
+        staleness = compilers.staleness(table)
     if as_json:
-        answer = {"file": file, "notes": table.notes, "kernels_as_installed": same_kernels(table)}
+        sizes = [f"{kind} {rows}" for kind, rows in staleness.sizes]
+        state = {"stale": staleness.lines, "stale_sizes": sizes, "unknown": staleness.unknown}
+        answer = {"file": file, "notes": table.notes, **state}
         print(json.dumps(answer | {"table": json.loads(table.dumps())}, indent=2))
         return
     device, head = device_and_head(table)
     console.print(f"{device.name} (compute capability {device.cc}, {device.sms} SMs), head {head}")
     versions = ", ".join(f"{name} {version}" for name, version in (table.tool | table.env).items())
     console.print(f"effort {table.effort}; {versions}")
-    console.print(f"kernels: {'as installed here' if same_kernels(table) else 'not those installed here (stale)'}")
+    if table.simulated:
+        console.print(SIMULATED)
+    console.print(f"machine code: {staleness.words(table)}")
     console.print(f"built-in choices: {'as installed here' if same_defaults(table) else 'not those installed here'}")
     for line in (screen_line(table), *(f"note: {note}" for note in table.notes)):
         if line:
             console.print(line)
-    columns = ("rows", "us", "+-", "built-in", "gain", "takes", "tied", "others")
+    columns = ("rows", "us", "+-", "built-in", "gain", "takes", "against", "tied", "others", "")
     for name in [str(each) for each in BATCH_KINDS if str(each) in table.kinds and kind in (None, str(each))]:
-        lines = [_shown(one) for one in decisions(table) if str(one.kind) == name]
+        measured = [one for one in decisions(table) if str(one.kind) == name]
+        lines = [(*_shown(one), "stale" if (one.kind, one.rows) in staleness.sizes else "") for one in measured]
         console.print(f"\n{name}")
-        console.print(_grid(columns, lines, ("takes", "others")))
+        console.print(_grid(columns, lines, ("takes", "others", "")))
     if table.rejected and kind is None:
         reasons = sorted(table.rejected.items(), key=lambda item: -item[1])
         console.print(f"\nrejected: {', '.join(f'{count} {reason}' for reason, count in reasons)}")
@@ -171,6 +183,7 @@ def _shown(one: Decision) -> tuple[str, ...]:
         f"{entry.default_us:.1f}" if entry.default_us else "",
         f"{entry.gain:.1%}" if entry.default else "",
         one.takes,
+        "?" if entry.against is None else str(entry.against),
         str(len(entry.tied) or ""),
         ", ".join(f"{name} {us:.1f}" for name, us in entry.others.items()),
     )
@@ -189,8 +202,9 @@ def explain(
         device, head = device_and_head(table)
         # The target is the machine that it was measured on, with the kernels that are installed here.
         target = Target(device, head, table.env)
-        how, differs = match(table, target)
+        how, differs = match(msgspec.structs.replace(table, simulated=False), target)
         assert how is not None, "a table is for its own device and head"
+        differs = (SIMULATED, *differs) if table.simulated else differs
         table_file: TableFile | None = TableFile(table, file, "the named file", how, differs)
     else:
         if device_name is None or head is None:
@@ -311,12 +325,20 @@ def _print_batch(console: Console, answer: dict[str, Any]) -> None:
     if answer.get("default"):
         gain = answer.get("gain", 0.0)
         console.print(f"built-in  {answer.get('default_us', 0.0):.1f} us ({answer['default']}); gain {gain:.1%}")
+    if answer.get("us"):
+        console.print(f"against   {_against(answer.get('against'))}")
     if answer.get("tied"):
         console.print(f"tied      {'; '.join(answer['tied'])}")
     if answer.get("others"):
         console.print(f"others    {', '.join(f'{name} {us:.1f} us' for name, us in answer['others'].items())}")
     if answer.get("checked"):
         console.print(f"checked   {answer['checked']}")
+
+
+def _against(others: int | None) -> str:
+    if others is None:
+        return "an unknown number of other configurations"
+    return "no other configuration" if not others else f"{others} other configuration{'s' * (others > 1)}"
 
 
 def _paired(a: Table, b: Table) -> Iterator[tuple[BatchKind, int, Decision | None, Decision | None]]:
@@ -336,13 +358,14 @@ def diff(file_a: str, file_b: str, as_json: bool = False, every: bool = False) -
     that agree. Returns 1 where a size has another choice, a time beyond noise, or is in one of them alone."""
     a, b = read(file_a), read(file_b)
     _require_same_head(a, b, file_a, file_b)
-    sizes = []
+    sizes, recompiled = [], differently_compiled(a, b)
     for kind, rows, mine, theirs in _paired(a, b):
         line: dict[str, Any] = {"kind": str(kind), "rows": rows, "a": mine and mine.takes, "b": theirs and theirs.takes}
         if mine is not None and theirs is not None and mine.us and theirs.us:
             line["ratio"] = theirs.us / mine.us
             line["se"] = line["ratio"] * math.hypot(mine.entry.se / mine.us, theirs.entry.se / theirs.us)
             line["within_noise"] = not mine.beyond_noise(theirs)
+            line["same_code"] = (kind, rows) not in recompiled
         sizes.append(line)
     environment = _environment(a, b)
     differ = any(line["a"] != line["b"] or not line.get("within_noise", True) for line in sizes)
@@ -357,6 +380,7 @@ def diff(file_a: str, file_b: str, as_json: bool = False, every: bool = False) -
     for line in sizes:
         same = line["a"] == line["b"]
         choice = "same choice" if same else f"{line['a']} -> {line['b']}"
+        choice += "" if line.get("same_code", True) else ", compiled to other machine code"
         place = f"{line['kind']} {line['rows']}:"
         if line not in both:
             console.print(f"{place:20} only in {'B' if line['a'] is None else 'A'}: {line['a'] or line['b']}")
@@ -381,9 +405,8 @@ def _environment(a: Table, b: Table) -> dict[str, list[Any]]:
     both: list[dict[str, Any]] = []
     for table in (a, b):
         device, _ = device_and_head(table)
-        kernels = {f"kernels of {path}": hashes.get("src", "")[:19] for path, hashes in table.kernels.items()}
         answer = {"device": device.name, "SMs": device.sms, "effort": table.effort, "built-in choices": table.defaults}
-        both.append(answer | table.tool | table.env | kernels | table.measure)
+        both.append(answer | table.tool | table.env | table.measure)
     first, second = both
     names = [*first, *(name for name in second if name not in first)]
     return {name: [first.get(name), second.get(name)] for name in names if first.get(name) != second.get(name)}
@@ -426,7 +449,6 @@ def joined(a: Table, b: Table) -> tuple[Table, int, int]:
     merged = msgspec.structs.replace(
         a,
         **stored(chosen),
-        kernels=b.kernels | a.kernels,
         measure=a.measure | larger_screen(a, b),
         effort=a.effort if a.effort == b.effort else "mixed",
         rejected={reason: max(a.rejected.get(reason, 0), count) for reason, count in (a.rejected | b.rejected).items()},
@@ -447,22 +469,25 @@ def _flat(provenance: dict[str, Any]) -> dict[str, Any]:
 def lint(files: Sequence[str]) -> int:
     """Print the faults of tables that are to be shipped. Returns the exit code."""
     wrong = 0
-    for file in files:
-        errors, stale, notes = check(file)
-        for label, lines in (("error", errors), ("stale", stale), ("note", notes)):
-            for line in lines:
-                print(f"{file}: {label}: {line}")
-        wrong += bool(errors or stale)
+    with Compilers(_say) as compilers:
+        for file in files:
+            errors, stale, notes = check(file, compilers)
+            for label, lines in (("error", errors), ("stale", stale), ("note", notes)):
+                for line in lines:
+                    print(f"{file}: {label}: {line}")
+            wrong += bool(errors or stale)
     print(f"{len(files) - wrong} of {len(files)} tables are well-formed and up to date")
     return FAILED if wrong else OK
 
 
-def check(file: str) -> tuple[list[str], list[str], list[str]]:
+def check(file: str, compilers: Compilers) -> tuple[list[str], list[str], list[str]]:
     """Faults of the table in ``file``, changes since it was measured, and notes."""
     table, reason = load_table(file)
     if table is None:
         return [str(reason)], [], []
-    return list(_errors(table, Path(file))), list(_stale(table)), list(_notes(table))
+    staleness, notes = compilers.staleness(table), list(_notes(table))
+    notes += [staleness.words(table)] if staleness.unknown else []
+    return list(_errors(table, Path(file))), staleness.lines, notes
 
 
 def _errors(table: Table, path: Path) -> Iterator[str]:
@@ -473,6 +498,8 @@ def _errors(table: Table, path: Path) -> Iterator[str]:
         yield f"its name is not {table.file_name}: no folder is searched for another one"
     if not table.entries and not table.confirmed:
         yield "it has no sizes"
+    if table.simulated:
+        yield SIMULATED
     for entry in table.entries:
         kind, place = KIND_NAMES[entry.kind], f"{entry.kind} {entry.rows}"
         config, key = entry.configuration, key_of(entry.configuration)
@@ -495,16 +522,6 @@ def _errors(table: Table, path: Path) -> Iterator[str]:
     for name, confirmed in table.confirmed.items():
         if confirmed.rows != sorted(confirmed.rows):
             yield f"confirmed.{name}: rows are {confirmed.rows}; expected them ascending"
-
-
-def _stale(table: Table) -> Iterator[str]:
-    installed = installed_fingerprints()
-    measured = {path_of(entry.configuration).value for entry in table.entries} | table.kernels.keys()
-    for path in sorted(measured & {path.value for path in SamplingPath}):
-        if table.kernels.get(path, {}).get("src") != installed.get(path):
-            yield f"the kernels of {path} have changed since it was measured"
-    if table.defaults and not same_defaults(table):
-        yield "the built-in choices have changed since it was measured"
 
 
 def _notes(table: Table) -> Iterator[str]:

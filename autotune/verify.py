@@ -9,16 +9,19 @@ import os
 import statistics
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from ..exit_codes import FAILED, OK, USAGE
-from ..kinds import SamplingPath
+from ..kinds import KIND_NAMES, SamplingPath
+from ..tables.lookup import known_stale
 from ..tables.schema import Table
 from .decisions import Decision, decisions, device_and_head
-from .labels import GEMM, key_of, setup_request
+from .labels import GEMM, codes_request, key_of, setup_request
 from .plan import EFFORTS, Plan
 from .pool import HELLO_SECONDS, WorkerProcess, ask_once, measuring_process
 from .progress import Progress
 from .race import RECORDED_ROUNDS, Policy, robust_mean, t_quantile
+from .staleness import Staleness, other_release
 
 WITHIN = 0.03  # largest relative difference from the recorded time
 SLOWER = Policy().min_gain  # largest loss against the built-in choice, by the lower bound of the ratio
@@ -33,7 +36,7 @@ class Replayed:
     """One batch size measured again. off: relative difference from the recorded time. off_gemm: the same for the ratio
     to the GEMM that was timed beside it, where one was: power and heat limit a large batch, and move both times.
     slower: least loss against the built-in choice, the lower bound of the paired ratio; negative where it is faster or
-    equal."""
+    equal. stale: it compiles to other machine code than was measured, by the same release of Triton."""
 
     kind: str
     rows: int
@@ -43,6 +46,7 @@ class Replayed:
     off_gemm: float = 0.0
     default_us: float = 0.0
     slower: float = 0.0
+    stale: bool = False
     error: str = ""
 
     @property
@@ -59,19 +63,25 @@ class Replayed:
 
 def verify(table: Table, progress: Progress) -> tuple[int, str, list[Replayed]]:
     """Exit code, one line, and the measurements. 1: a time is off or slower than the built-in choice; 2: the table is
-    of another device, or cannot be replayed. Raises ValueError on a machine without a GPU."""
+    of another device, or cannot be replayed. A stale size whose times hold is named, and no fault. Raises ValueError on
+    a machine without a GPU."""
     # Not beside the table: that folder may be of an installed package.
     log = Path(tempfile.gettempdir()) / f"flashsample-verify-{os.getpid()}.log"
     process = measuring_process(log)
     replayed: list[Replayed] = []
     failure: str | None = None
+    reasons, unknown = known_stale(table), ""
     try:
-        failure = _wrong_device(table, process)
+        answer = ask_once(process, {"op": "hello"}, HELLO_SECONDS)
+        failure = _wrong_device(table, answer)
         if failure is None:
+            unknown = other_release(table, answer["env"].get("triton", "unknown"))
             plan = Plan(*device_and_head(table), EFFORTS["quick"])
             recorded = list(decisions(table))
             for one in recorded:
                 replayed.append(_replay(one, plan, process))
+                if not reasons and not unknown and _has_other_code(one, plan, process):
+                    replayed[-1] = dataclasses.replace(replayed[-1], stale=True)
                 progress.update("verified", len(replayed), len(recorded))
                 if replayed[-1].reason:
                     progress.note(f"{one.kind} {one.rows}: {replayed[-1].reason}")
@@ -83,16 +93,26 @@ def verify(table: Table, progress: Progress) -> tuple[int, str, list[Replayed]]:
         return USAGE, failure, replayed
     if log.exists() and not log.stat().st_size:
         log.unlink()
+    stale = [(KIND_NAMES[one.kind], one.rows) for one in replayed if one.stale]
+    staleness = Staleness(tuple(reasons), tuple(stale), unknown)
+    code = f"; {staleness.words(table)}" if staleness.lines or unknown else ""
     wrong = [one for one in replayed if one.reason]
     if wrong:
         first = f"{wrong[0].kind} {wrong[0].rows}: {wrong[0].reason}"
-        return FAILED, f"{len(wrong)} of {len(replayed)} batch sizes are off, first {first}", replayed
+        return FAILED, f"{len(wrong)} of {len(replayed)} batch sizes are off, first {first}{code}", replayed
     line = f"{len(replayed)} batch sizes as recorded (within {WITHIN:.0%}), none slower than the built-in choice"
-    return OK, line, replayed
+    return OK, line + code, replayed
 
 
-def _wrong_device(table: Table, process: WorkerProcess) -> str | None:
-    answer = ask_once(process, {"op": "hello"}, HELLO_SECONDS)
+def _has_other_code(recorded: Decision, plan: Plan, process: WorkerProcess) -> bool:
+    """True where the machine code of a size is another one than was measured."""
+    config = recorded.config or plan.default(recorded.rows, recorded.kind)
+    request = codes_request(plan.head, [(config, recorded.kind)])
+    answer = ask_once(process, request, ROUNDS_SECONDS)
+    return answer.get("codes") != [recorded.entry.code]
+
+
+def _wrong_device(table: Table, answer: dict[str, Any]) -> str | None:
     if "error" in answer:
         return f"the device does not answer: {answer['error']['detail']}"
     device, there = device_and_head(table)[0], answer["device"]

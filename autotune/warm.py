@@ -22,6 +22,7 @@ from ..paths import Parts
 from ..screen import UnwrittenScreen, unsupported_head
 from ..screen_race import candidates, raced_kinds, unsupported_race
 from ..selfcheck import CHECKED_ROWS, MAX_COMPILED_ROWS, MAX_IDS, compile_ahead, first_ids
+from ..tables.fingerprint import compare_compiled
 from ..tables.lookup import resolve
 from ..tables.schema import Device, HeadShape
 from .workload import empty_head
@@ -80,7 +81,9 @@ def warm(
         compile_ahead(parts, max_rows, table)
     finally:
         triton.knobs.compilation.listener = before
-    return Warmed(counts[0], counts[1], incomplete, time.monotonic() - started, (*resolved.warnings, resolved.line()))
+    seconds, compiled = time.monotonic() - started, compare_compiled(resolved, parts[0], max_rows)
+    lines = (*resolved.warnings, *compiled.warnings, compiled.line())
+    return Warmed(counts[0], counts[1], incomplete, seconds, lines)
 
 
 def remove_incomplete(cache: Path) -> int:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import collections
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +17,10 @@ from .. import __version__
 from ..files import write_whole
 from ..kernels.rng import NOISE_ABI
 from ..kinds import KIND_NAMES, BatchKind, SamplingPath
-from ..tables.fingerprint import installed_fingerprints
 from ..tables.lookup import load_table
 from ..tables.schema import Entry, Table, file_name
-from .decisions import Decision, by_size, larger_screen, stored, why_apart
+from .decisions import Decision, by_size, decisions, larger_screen, stored, why_apart
 from .plan import RANK, Plan
-from .space import space_hash
 from .trials import set_aside
 
 MEASURE: dict[str, Any] = {
@@ -35,14 +33,15 @@ MEASURE: dict[str, Any] = {
 
 class TableWriter:
     """Collects decisions and writes the table of a plan's device and head to ``folder``. A table of the same device,
-    head, kernels, built-in choices and versions that is there keeps its sizes until they are decided anew; as long as
-    it keeps one, the new table has no more effort, and is no more complete, than the old one. Any other table that is
-    there is set aside when the first decision is written.
+    head, built-in choices and versions that is there keeps its sizes until they are decided anew, but for those that
+    are stale; as long as it keeps one, the new table has no more effort, and is no more complete, than the old one. Any
+    other table that is there is set aside when the first decision is written.
 
     Raises ValueError for a device without built-in choices.
 
-    flashinfer: its path may be chosen. decided: per kind and size the winner with its evidence, also where that is the
-    built-in choice. rejected: the reasons, by label. note: prints a line for the user.
+    flashinfer: its path may be chosen. simulated: nothing is measured on a GPU. decided: per kind and size the winner
+    with its evidence, also where that is the built-in choice. rejected: the reasons, by label. note: prints a line for
+    the user.
     """
 
     def __init__(
@@ -52,6 +51,7 @@ class TableWriter:
         env: dict[str, str],
         flashinfer: bool = False,
         note: Callable[[str], None] = lambda text: None,
+        simulated: bool = False,
     ) -> None:
         self.plan, self.flashinfer, self._note = plan, flashinfer, note
         self.path = folder / file_name(plan.device.name, plan.head)
@@ -66,11 +66,11 @@ class TableWriter:
             device=plan.device,
             head=plan.head,
             effort=plan.effort.name,
+            simulated=simulated,
             defaults=plan.defaults_digest,  # raises ValueError for a device that has none
             tool={"sgl_flashsample": __version__, "noise": NOISE_ABI},
             env=env,
             measure=measure,
-            kernels={path: {"src": fingerprint} for path, fingerprint in installed_fingerprints().items()},
         )
         self._before, self._apart = load_table(self.path)
         if self._before is not None:
@@ -101,21 +101,19 @@ class TableWriter:
             complete = complete and before.provenance.get("complete") is True
         run = {"effort": self.plan.effort.name, "complete": self.provenance["complete"]}
         run |= {str(kind): " ".join(map(str, sorted(rows))) for kind, rows in self.decided.items()}
-        kernels = {path: self._empty.kernels[path] | {"space": space_hash(path)} for path in self.plan.paths}
         seconds = round(time.time() - self._began, 1)
         return msgspec.structs.replace(
             self._empty,
             effort=effort,
             measure=self._empty.measure | (larger_screen(self._empty, before) if keeps else {}),
-            kernels=before.kernels | kernels if keeps else kernels,
             provenance={**self.provenance, "complete": complete, "seconds": seconds, "run": run},
             rejected=dict(sorted(collections.Counter(self.rejected.values()).items())),
             **stored(sizes[size] for size in sorted(sizes)),
         )
 
     def up_to_date(self) -> bool:
-        """True where the finished table is there: of this device, head, kernels and versions, at this effort or more,
-        with every size of the plan."""
+        """True where the finished table is there: of this device, head and versions, at this effort or more, with every
+        size of the plan. Some may be stale."""
         table = self._before
         if table is None:
             return False
@@ -131,6 +129,17 @@ class TableWriter:
             and all(sizes <= set(str(done.get(kind, "")).split()) for kind, sizes in wanted.items())
             for done in (whole, run)
         )
+
+    @property
+    def before(self) -> Table | None:
+        """The table that is there, as far as its sizes are kept."""
+        return self._before
+
+    def forget(self, stale: Container[tuple[BatchKind, int]]) -> None:
+        """Keep no size that is stale, or of unknown machine code."""
+        if self._before is not None:
+            kept = [one for one in decisions(self._before) if one.entry.code and (one.kind, one.rows) not in stale]
+            self._before = msgspec.structs.replace(self._before, **stored(kept))
 
     def begin_anew(self) -> None:
         """Keep no size of the table that is there: it is set aside when the first decision is written."""

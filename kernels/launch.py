@@ -21,21 +21,24 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 
 _BINARIES: dict[tuple[Hashable, ...], Any] = {}
-_compiling_only = contextvars.ContextVar("compiling_only", default=False)  # another thread's launches still run
+# Binaries within ``compiling_only``, else None; another thread's launches still run.
+_compiled: contextvars.ContextVar[list[Any] | None] = contextvars.ContextVar("compiled", default=None)
 
 
 @contextlib.contextmanager
-def compiling_only() -> Iterator[None]:
-    """Within this, ``launch`` asks Triton for the binary and runs nothing: outputs stay as they were allocated."""
-    token = _compiling_only.set(True)
+def compiling_only() -> Iterator[list[Any]]:
+    """Within this, ``launch`` asks Triton for the binary and runs nothing: outputs stay as they were allocated. Yields
+    the list that each launch appends its binary to."""
+    binaries: list[Any] = []
+    token = _compiled.set(binaries)
     try:
-        yield
+        yield binaries
     finally:
-        _compiling_only.reset(token)
+        _compiled.reset(token)
 
 
 def is_compiling_only() -> bool:
-    return _compiling_only.get()
+    return _compiled.get() is not None
 
 
 def launch(
@@ -57,9 +60,9 @@ def launch(
     before it reads what that wrote or writes anything. The constants say so too.
     """
     options = {"launch_pdl": True} if early else {}
-    if _compiling_only.get():
+    if (compiled := _compiled.get()) is not None:
         _prepare(kernel, constants)
-        kernel.warmup(*arguments, **constants, num_warps=num_warps, grid=(programs,), **options)
+        compiled.append(kernel.warmup(*arguments, **constants, num_warps=num_warps, grid=(programs,), **options))
         return
     key = (id(kernel), num_warps, variant, *constants.values())
     binary = _BINARIES.get(key)

@@ -2,8 +2,8 @@
 
 They are tables like the tuned ones, ``tables/builtin-*.json``, one per device family and size of a weight element. An
 entry serves batches of up to ``rows`` rows, and the last one larger batches too. The entries of sm90 for 2-byte weights
-are those that tuning runs on an H200 confirmed or chose; all others compile for their device with few register spills
-or none, and are not measured.
+are those that tuning runs on an H100 or an H200 confirmed or chose; all others compile for their device with few
+register spills or none, and are not measured (``evidence_of``).
 
 On a CPU kernels are interpreted: there the configuration is computed, for as few programs as the interpreter allows.
 """
@@ -38,6 +38,7 @@ SHIPPED = Path(__file__).parent / "tables"
 FAMILIES = {8: "sm80", 9: "sm90", 10: "sm100", 11: "sm80", 12: "sm80"}
 LEAST_E4M3 = (8, 9)  # compute capability from which on kernels can read float8_e4m3fn
 INTERPRETED = "interpreted"
+MEASURED, MEASURED_ON = ("sm90", 2), ("H100", "H200")  # family and bytes per weight element; GPUs
 MAX_INTERPRETED_SCREEN_ROWS = 32  # of a head with a screen: speed does not matter, and the path gets tested
 MAX_INTERPRETED_WEIGHTS = 2**23  # beyond, reading the head takes seconds; PyTorch's GEMM reads it in milliseconds
 
@@ -69,6 +70,17 @@ class HeadTraits(NamedTuple):
     def of_shape(cls, shape: HeadShape, family: str) -> HeadTraits:
         """Those of a head as tables name it, whose weight is as wide as servers hold it."""
         return cls(family, ITEMSIZE[shape.dtype], shape.vocab, shape.hidden, not shape.is_quantised)
+
+
+def evidence_of(traits: HeadTraits, device_name: str) -> str:
+    """The measurements behind the built-in choices for a head on a device of that name, in words; empty where kernels
+    are interpreted."""
+    if traits.family == INTERPRETED:
+        return ""
+    if (traits.family, traits.itemsize) != MEASURED:
+        return "compiled for GPUs of this kind, measured on none"
+    there = any(name in device_name for name in MEASURED_ON)
+    return f"measured on {' and '.join(MEASURED_ON)}{'' if there else ', not on this GPU'}"
 
 
 @functools.cache

@@ -75,20 +75,12 @@ def compiled_by(name: str, launch: Callable[[], Any]) -> Iterator[Resources]:
     """The binaries that ``launch`` compiles."""
     from sgl_flashsample.kernels.launch import compiling_only
 
-    compiled, warmup = [], triton.JITFunction.warmup
-
-    def noted(kernel, *arguments, **options):
-        compiled.append((kernel.__name__, warmup(kernel, *arguments, **options)))
-
-    triton.JITFunction.warmup = noted
-    try:
-        with compiling_only():
-            launch()
-    finally:
-        triton.JITFunction.warmup = warmup
-    for kernel, binary in compiled:
+    with compiling_only() as binaries:
+        launch()
+    for binary in binaries:
         registers, spilled = register_usage(binary.asm["cubin"])
-        yield Resources(name, kernel, registers, spilled, binary.metadata.shared, loaded_arguments(binary.asm["ttir"]))
+        loads = loaded_arguments(binary.asm["ttir"])
+        yield Resources(name, binary.metadata.name, registers, spilled, binary.metadata.shared, loads)
 
 
 @functools.cache  # half of the launches of a device are given a binary of another launch

@@ -17,12 +17,14 @@ from ..dispatch import DispatchTable
 from ..flashinfer_path import CANNOT_USE
 from ..head import Head
 from ..kernels.rng import NOISE_ABI
+from ..paths import Parts
 from ..screen_race import Outcome, candidates, decide, raced_kinds, unsupported_race
 from ..selfcheck import MAX_COMPILED_ROWS, unsupported_by_flashinfer
 from ..switches import (
     STEP_GRAPHS_VARIABLE,
     switch,
 )
+from ..tables.fingerprint import compare_compiled
 from ..tables.lookup import ResolvedTable, resolve
 from . import quantised, support, token_counts
 from .arrivals import Arrivals
@@ -495,6 +497,9 @@ class Runtime:
             )
         head.table = _without_failing_flashinfer(head)
         resolved = dataclasses.replace(resolved, dispatch=head.table)
+        resolved = compare_compiled(resolved, Parts.of(head.lm_head, head.screen, head.table), max_rows)
+        for warning in resolved.warnings:
+            logger.warning("flashsample: %s", warning)
         state.table_file = None if resolved.table_file is None else str(resolved.table_file.file)
         measured = self.screen_mode is ScreenMode.AUTO
         if state.screen is not None and not head.table.screened_rows(state.screen.rows, measured=measured):

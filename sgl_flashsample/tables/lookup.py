@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..defaults import SHIPPED, HeadTraits, defaults_digest, family_of
+from ..defaults import SHIPPED, HeadTraits, defaults_digest, evidence_of, family_of
 from ..dispatch import DENSE_ROWS, DispatchTable
 from ..files import BadFileError, one_line, read_plain
 from ..kernels.config import (
@@ -31,7 +31,6 @@ from ..kernels.config import (
 )
 from ..kinds import BATCH_KINDS, KIND_NAMES, BatchKind, Config
 from ..switches import FAMILY_VARIABLE, FILE_VARIABLE, FOLDERS_VARIABLE, switch, text
-from .fingerprint import installed_fingerprints
 from .schema import FILE_PREFIX, ITEMSIZE, MAX_BYTES, Device, HeadShape, Table, file_name
 
 if TYPE_CHECKING:
@@ -52,24 +51,23 @@ class Match(enum.StrEnum):
     EXACT = "exact"
     COMPATIBLE = "compatible"  # torch, the driver, or a patch release differs
     OTHER_VERSIONS = "of other versions"  # a minor release of Triton or CUDA: another choice may be faster by now
-    STALE = "stale"  # kernels or built-in choices have changed: its times may be off
+    STALE = "stale"  # machine code or built-in choices have changed: its times may be off
     FAMILY = "family"  # another GPU of the same compute capability
 
 
 SHIPPED_SOURCE = "shipped"
-FRESH = (Match.EXACT, Match.COMPATIBLE)  # tables whose times still hold
+SIMULATED = "its times are simulated: no server uses it"
+FRESH = (Match.EXACT, Match.COMPATIBLE)  # tables whose times still hold, as far as is known before kernels are compiled
 EXPLAINED = (Match.OTHER_VERSIONS, Match.STALE)  # the log line names the changes since the measurement
 
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """The device, head and versions that a table is wanted for. env: installed versions. kernels: installed
-    fingerprints per path."""
+    """The device, head and versions that a table is wanted for. env: installed versions."""
 
     device: Device
     head: HeadShape
     env: dict[str, str]
-    kernels: dict[str, str] = dataclasses.field(default_factory=installed_fingerprints)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,18 +85,21 @@ class TableFile:
 @dataclasses.dataclass(frozen=True)
 class ResolvedTable:
     """dispatch: the choices. table_file: the tuned table that they come from, or None. about: the device and head of
-    the search for a table, in words. warnings: a line for each file that is unused, or used in part only, and why."""
+    the search for a table, in words. warnings: a line for each file that is unused, or used in part only, and why.
+    evidence: the measurements behind the built-in choices, in words."""
 
     dispatch: DispatchTable
     table_file: TableFile | None
     about: str
     warnings: tuple[str, ...]
+    evidence: str = ""
 
     def line(self, screen: str = "") -> str:
         """One line for a log. screen: how batches without a table use a screen, in words."""
         file = self.table_file
         if file is None:
-            choices = f"{screen}; else built-in kernel settings" if screen else "built-in kernel settings"
+            choices = f"built-in kernel settings{f' ({self.evidence})' if self.evidence else ''}"
+            choices = f"{screen}; else {choices}" if screen else choices
             return f"no tuned table for {self.about}: {choices}, same tokens; `sgl-flashsample tune run` makes one"
         table = file.table
         confirmed = sum(len(sizes.rows) for sizes in table.confirmed.values())
@@ -144,9 +145,12 @@ def load_table(file: str | os.PathLike[str]) -> tuple[Table | None, str | None]:
 
 
 def match(table: Table, target: Target) -> tuple[Match | None, tuple[str, ...]]:
-    """How ``table`` fits ``target``, and what differs; None where it must not be used."""
+    """How ``table`` fits ``target``, and what differs; None where it must not be used. Compiles nothing, so a table
+    whose machine code has changed is stale only after ``fingerprint.compare_compiled``."""
     theirs, ours = table.device, target.device
     assert theirs is not None and table.head is not None
+    if table.simulated:
+        return None, (SIMULATED,)
     if table.head != target.head:
         return None, (f"it is for head {table.head}; expected {target.head}",)
     if theirs.cc != ours.cc:
@@ -160,18 +164,31 @@ def match(table: Table, target: Target) -> tuple[Match | None, tuple[str, ...]]:
         if was != now:
             another = name in COMPARED and _minor(was) != _minor(now)
             (other if another else changed).append(f"{name} is {now or 'unknown'}, it was {was or 'unknown'}")
-    stale = []
-    paths = {*table.kernels, *(entry.path for entry in table.entries)}
-    if any(table.kernels.get(path, {}).get("src") != target.kernels.get(path) for path in paths):
-        stale.append("the kernels have changed since")
-    family = family_of(theirs.cc)
-    if table.defaults and family and table.defaults != defaults_digest(family, ITEMSIZE[table.head.dtype]):
-        stale.append("the built-in choices have changed since")
-    if stale:
+    if stale := known_stale(table):
         return Match.STALE, (*other, *stale)
     if other:
         return Match.OTHER_VERSIONS, tuple(other)
     return (Match.COMPATIBLE if changed else Match.EXACT), tuple(changed)
+
+
+def known_stale(table: Table) -> list[str]:
+    """Why ``table`` is stale whatever its configurations compile to; empty where that alone decides."""
+    assert table.device is not None and table.head is not None
+    family, stale = family_of(table.device.cc), []
+    if family and not table.has_code:
+        stale.append("it does not say with which machine code it was measured")
+    if table.defaults and family and table.defaults != defaults_digest(family, ITEMSIZE[table.head.dtype]):
+        stale.append("the built-in choices have changed since")
+    return stale
+
+
+def other_code(sizes: Iterable[tuple[BatchKind, int]]) -> str:
+    """The sizes whose configurations compile to other machine code than was measured, in one line."""
+    by_kind: dict[BatchKind, list[str]] = {}
+    for kind, rows in sorted(sizes, key=lambda at: (BATCH_KINDS.index(at[0]), at[1])):
+        by_kind.setdefault(kind, []).append(str(rows))
+    words = "; ".join(f"{kind} {', '.join(rows)}" for kind, rows in by_kind.items())
+    return f"other machine code than was measured: {words}"
 
 
 def _minor(version: str | None) -> str:
@@ -393,25 +410,32 @@ def resolve(head: LMHead, *, file: str | os.PathLike[str] | None = None, device:
     table_file, warnings = find(target, file)
     ranks = f" on each of {shape.tp} ranks" if shape.tp > 1 else ""
     about = f"{target.device.name}, head {shape.vocab} x {shape.hidden} {shape.dtype}{ranks}"
+    traits = HeadTraits.of(head)
     if table_file is None:
-        return ResolvedTable(DispatchTable(HeadTraits.of(head)), None, about, tuple(warnings))
-    dispatch, more = dispatch_of(table_file, target, HeadTraits.of(head))
+        evidence = evidence_of(traits, target.device.name)
+        return ResolvedTable(DispatchTable(traits), None, about, tuple(warnings), evidence)
+    dispatch, more = dispatch_of(table_file, target, traits)
     return ResolvedTable(dispatch, table_file, about, (*warnings, *more))
+
+
+def slower_than_measured(table_file: TableFile) -> Iterator[str]:
+    """A warning where the times of a table in use may be off. Of a shipped one the log line alone says so: its user has
+    not tuned anything."""
+    shipped = table_file.source == SHIPPED_SOURCE
+    if table_file.match in FRESH or (shipped and table_file.match in EXPLAINED):
+        return
+    advice = "run `sgl-flashsample tune run` again"
+    advice += "" if table_file.match is Match.FAMILY else ", or see with `tune verify` whether its times still hold"
+    yield (
+        f"tuned table {table_file.file} is used, but it is {table_file.match} ({'; '.join(table_file.differs)}): same "
+        f"tokens, but it may be slow; {advice}"
+    )
 
 
 def dispatch_of(table_file: TableFile, target: Target, traits: HeadTraits) -> tuple[DispatchTable, list[str]]:
     """The choices of a tuned table, and a warning for each reason why a part of it is unused or may be slow."""
-    warnings = []
-    # No "tune again" warning for shipped tables; the log line already states the mismatch.
+    warnings = list(slower_than_measured(table_file))
     shipped = table_file.source == SHIPPED_SOURCE
-    if table_file.match not in FRESH and not (shipped and table_file.match in EXPLAINED):
-        differs = "; ".join(table_file.differs)
-        advice = "run `sgl-flashsample tune run` again"
-        advice += "" if table_file.match is Match.FAMILY else ", or see with `tune verify` whether its times still hold"
-        warnings.append(
-            f"tuned table {table_file.file} is used, but it is {table_file.match} ({differs}): same "
-            f"tokens, but it may be slow; {advice}"
-        )
     tuned: dict[BatchKind, dict[int, Config]] = {}
     measured: dict[BatchKind, set[int]] = {}
     flashinfer: set[int] = set()

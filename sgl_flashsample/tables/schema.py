@@ -110,9 +110,10 @@ class Entry(_Struct, frozen=True):
     flashinfer: batches whose caller wants the distribution alone take that path instead.
 
     us, se, n: median, its standard error, samples. default, default_us: the built-in choice and its time. gain: the
-    share of that time that is saved. tied: labels of configurations that were not slower beyond noise. checked: the
-    checks that it has passed. clock_mhz: median SM clock, 0 where unknown. others: times of other paths and baselines
-    in the same race.
+    share of that time that is saved. against: the number of other configurations in the same race, None where unknown.
+    tied: labels of those that were not slower beyond noise. checked: the checks that it has passed. code: its machine
+    code (``fingerprint.machine_code``) by the Triton of ``Table.env``, empty where unknown. clock_mhz: median SM clock,
+    0 where unknown. others: times of other paths and baselines in the same race.
 
     In built-in choices alone: on_request: only for callers that ask for this path. min_hidden: only for heads with as
     many columns or more.
@@ -129,8 +130,10 @@ class Entry(_Struct, frozen=True):
     default: str = ""
     default_us: Microseconds = 0.0
     gain: Annotated[float, Meta(ge=-1e6, le=1.0)] = 0.0
+    against: Count | None = None
     tied: Annotated[list[str], Meta(max_length=64)] = []
     checked: str = ""
+    code: str = ""
     clock_mhz: Annotated[float, Meta(ge=0.0, le=1e5)] = 0.0
     others: Annotated[dict[str, Microseconds], Meta(max_length=64)] = {}
     on_request: bool = False
@@ -145,17 +148,20 @@ class Entry(_Struct, frozen=True):
 
 class Confirmed(_Struct, frozen=True):
     """Sizes of one kind of batch for which the built-in choice is the fastest, in the order of ``rows``, and its times.
-    gemm_us: times of the vendor's GEMM alone in the same race, 0 where it did not run."""
+    gemm_us: times of the vendor's GEMM alone in the same race, 0 where it did not run. against, code: as in an entry;
+    an empty list where they are unknown."""
 
     rows: Annotated[list[Rows], Meta(max_length=512)]
     us: Annotated[list[Microseconds], Meta(max_length=512)]
     gemm_us: Annotated[list[Microseconds], Meta(max_length=512)] = []
+    against: Annotated[list[Count], Meta(max_length=512)] = []
+    code: Annotated[list[str], Meta(max_length=512)] = []
 
     def __post_init__(self) -> None:
-        for name in ("us", "gemm_us") if self.gemm_us else ("us",):
-            if len(getattr(self, name)) != len(self.rows):
-                times = len(getattr(self, name))
-                raise ValueError(f"{name} has {times} times; expected {len(self.rows)}, one for each of rows")
+        for name in ("us", "gemm_us", "against", "code"):
+            values = getattr(self, name)
+            if len(values) != len(self.rows) and (values or name == "us"):
+                raise ValueError(f"{name} has {len(values)} values; expected {len(self.rows)}, one for each of rows")
 
 
 class Table(_Struct, frozen=True):
@@ -166,7 +172,7 @@ class Table(_Struct, frozen=True):
 
     defaults: digest of the built-in choices that it was measured against. tool: versions of the tuner
     ("sgl_flashsample", "noise"). env: versions of triton, torch, cuda, driver, ... measure: the way of measuring.
-    kernels: per path "src" (``kernel_fingerprint``) and "space". rejected: number of configurations that were not
+    simulated: its times were not taken on a GPU, so no server uses it. rejected: number of configurations that were not
     allowed to race, by reason. notes: parts of the file that were ignored.
     """
 
@@ -177,11 +183,11 @@ class Table(_Struct, frozen=True):
     device: Device | None = None
     head: HeadShape | None = None
     effort: str = ""
+    simulated: bool = False
     defaults: str = ""
     tool: Facts = {}
     env: Texts = {}
     measure: Facts = {}
-    kernels: Annotated[dict[str, Texts], Meta(max_length=16)] = {}
     provenance: Facts = {}
     rejected: Annotated[dict[str, Count], Meta(max_length=64)] = {}
     entries: list[Entry] = []
@@ -219,6 +225,13 @@ class Table(_Struct, frozen=True):
     def kinds(self) -> list[str]:
         """The kinds of batches that were measured."""
         return list(dict.fromkeys([*(entry.kind for entry in self.entries), *self.confirmed]))
+
+    @property
+    def has_code(self) -> bool:
+        """Whether the machine code of every size is known."""
+        confirmed = self.confirmed.values()
+        known = all(entry.code for entry in self.entries)
+        return known and all(len(sizes.code) == len(sizes.rows) and all(sizes.code) for sizes in confirmed)
 
     def entry(self, kind: str, rows: int) -> Entry | None:
         return next((entry for entry in self.entries if (entry.kind, entry.rows) == (kind, rows)), None)

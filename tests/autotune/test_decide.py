@@ -28,6 +28,7 @@ from sgl_flashsample.autotune.decide import FLASHINFER_LABEL, MAX_TRIES, Decider
 from sgl_flashsample.autotune.labels import key_of, label_of
 from sgl_flashsample.autotune.plan import EFFORTS, Plan
 from sgl_flashsample.autotune.race import GAIN_TOLERANCE, RECORDED_ROUNDS, gains_apart
+from sgl_flashsample.autotune.staleness import Compilers
 from sgl_flashsample.autotune.tables import check
 from sgl_flashsample.autotune.writer import TableWriter
 from sgl_flashsample.tables.lookup import load_table
@@ -80,7 +81,7 @@ def test_the_fastest_is_stored_with_its_evidence_and_a_size_that_keeps_the_defau
     assert confirmed.rows == [64] and confirmed.us == pytest.approx([200.0], rel=0.01)
     assert confirmed.gemm_us == pytest.approx([320.0], rel=0.01)
     assert decided.table.defaults == QUICK.defaults_digest
-    assert check(str(decided.path))[0] == []
+    assert check(str(decided.path), Compilers(print))[0] == []
 
 
 def test_what_loses_its_g_test_is_refused_and_the_next_best_takes_its_place(tmp_path):
@@ -155,7 +156,7 @@ def test_a_race_whose_times_contradict_its_rounds_is_run_again(tmp_path, contrad
     repeats = [line for line in decided.notes if "its times contradict its rounds; again" in line]
     assert entry.configuration == OTHER and len(repeats) == len(races) - 1 == min(contradicting, MAX_TRIES - 1)
     assert (gains_apart(entry.gain, entry.us, entry.default_us) <= GAIN_TOLERANCE) == (contradicting == 1)
-    errors, _, _ = check(str(decided.path))
+    errors, _, _ = check(str(decided.path), Compilers(print))
     assert any("its times give" in error for error in errors) == (contradicting > 1), "it is not published unseen"
 
 
@@ -231,7 +232,7 @@ def test_sizes_that_were_there_stay_until_they_are_decided_anew_and_only_while_n
     )
     third = Decided(tmp_path, [PLAIN], sizes=(1,)).table
     assert third.confirmed["plain"].rows == [1, 2, 64] and third.entries == [], "1 is decided anew"
-    for change in ({"defaults": "sha256:0"}, {"env": {**ENV, "triton": "3.7.0"}}, {"kernels": {"fused": {"src": "x"}}}):
+    for change in ({"defaults": "sha256:0"}, {"env": {**ENV, "triton": "3.7.0"}}, {"simulated": True}):
         path = tmp_path / first.file_name
         path.write_text(msgspec.structs.replace(first, **change).dumps())
         assert Decided(tmp_path, [PLAIN], sizes=(2,)).table.sizes("plain") == [2]

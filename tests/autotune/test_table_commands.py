@@ -3,6 +3,7 @@ GPU."""
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
 import re
@@ -12,20 +13,22 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from tuned_tables import H200, HEAD, make_entry, make_table
+from tuned_tables import CODE, H200, HEAD, make_entry, make_table
 
 import sgl_flashsample
 from sgl_flashsample.autotune.labels import key_of
+from sgl_flashsample.autotune.staleness import Compilers
 from sgl_flashsample.autotune.tables import check, joined
 from sgl_flashsample.defaults import HeadTraits, default_config
 from sgl_flashsample.kernels.config import ReadConfig, ScreenConfig, TileConfig
 from sgl_flashsample.kinds import BATCH_KINDS, KIND_NAMES
 from sgl_flashsample.tables import lookup
-from sgl_flashsample.tables.fingerprint import kernel_fingerprint
 from sgl_flashsample.tables.lookup import Match, TableFile, Target, dispatch_of, load_table
 from sgl_flashsample.tables.schema import Confirmed, HeadShape, Table
 
 TABLE = make_table()
+OTHER_TRITON = f"it was measured with Triton 3.6.0, and {importlib.metadata.version('triton')} is installed"
+NO_CODE = "it does not say with which machine code it was measured"
 FUSED, READ = "fused-16x128x256-w4-s3-c1", "logits-1x512-w1-s1-c32-p1"
 TRAITS = HeadTraits("sm90", 2, HEAD.vocab, HEAD.hidden)
 
@@ -69,7 +72,6 @@ SCREENED = msgspec.structs.replace(
         *TABLE.entries,
         make_entry("plain+screen", 16, SCREEN, us=160.0, se=0.4, n=9, others={"fused": 285.0, "gemm": 250.0}),
     ],
-    kernels=TABLE.kernels | {"screened": {"src": kernel_fingerprint("screened"), "space": "sha256:41aa"}},
     measure=TABLE.measure | {"screen": {"bytes": 532_000_000, "rows": 64}},
 )
 
@@ -110,7 +112,10 @@ print({{"torch", "triton", "optuna", "plotly"}} & set(sys.modules))
         (["diff", "FILE", "other"], "FILE is for head 128256 x 4096 bf16, tp 1, other for 8 x 8 fp32, tp 1"),
         (["merge", "FILE", "other", "-o", "c"], "FILE is for head 128256 x 4096 bf16, tp 1, other for 8 x 8"),
         (["merge", "FILE", "h100", "-o", "c"], "FILE is for Device(name='NVIDIA H200'"),
-        (["merge", "FILE", "old", "-o", "c"], "measured with different kernels (fused)"),
+        (
+            ["merge", "FILE", "old", "-o", "c"],
+            "measured with different machine code of the same configuration (plain 1)",
+        ),
         (["merge", "FILE", "changed", "-o", "c"], "measured against different built-in choices"),
         (["merge", "FILE", "newer", "-o", "c"], "measured with different versions (triton 3.6.0 and 3.7.0)"),
         (["merge", "FILE", "allowed", "-o", "c"], "tuned with different --allow-path (none and flashinfer)"),
@@ -128,7 +133,7 @@ def test_a_mistake_gets_one_line_and_exit_code_two(command, tmp_path, monkeypatc
     os.mkfifo(tmp_path / "pipe")
     put(tmp_path / "other", make_table(head=HeadShape(vocab=8, hidden=8, dtype="fp32"), defaults=""))
     put(tmp_path / "h100", make_table(msgspec.structs.replace(H200, name="NVIDIA H100")))
-    put(tmp_path / "old", msgspec.structs.replace(TABLE, kernels={"fused": {"src": "sha256:00"}}))
+    put(tmp_path / "old", changed(TABLE, "plain", 1, code="other"))
     put(tmp_path / "newer", msgspec.structs.replace(TABLE, env=TABLE.env | {"triton": "3.7.0"}))
     put(tmp_path / "allowed", msgspec.structs.replace(TABLE, measure=TABLE.measure | {"allowed": "flashinfer"}))
     put(tmp_path / "changed", msgspec.structs.replace(TABLE, defaults="sha256:00"))
@@ -163,17 +168,21 @@ def test_show_prints_every_size_and_whether_kernels_and_built_in_choices_are_tho
     assert code == 0
     assert out.startswith("NVIDIA H200 (compute capability 9.0, 132 SMs), head 128256 x 4096 bf16, tp 1\n")
     assert "effort full; noise 2, sgl_flashsample 0.1.0, cuda 13.0" in out
-    assert "kernels: as installed here" in out and "built-in choices: as installed here" in out
+    assert (
+        f"machine code: whether it is stale is not known: {OTHER_TRITON}" in out
+        and "built-in choices: as installed here" in out
+    )
     lines = [" ".join(line.split()) for line in out.splitlines()]
-    assert f"1 284.0 0.40 304.0 7.0% {FUSED} 1 gemm+flashinfer 364.0, logits 299.0" in lines
+    assert f"1 284.0 0.40 304.0 7.0% {FUSED} 5 1 gemm+flashinfer 364.0, logits 299.0" in lines
     built_in = key_of(default_config(TRAITS, 128, KIND_NAMES["plain"]))
-    assert f"128 353.0 353.0 built-in: {built_in} gemm 270.5" in lines
+    assert f"128 353.0 353.0 built-in: {built_in} 4 gemm 270.5" in lines
     assert out.index("\nplain\n") < out.index("\nedit+truncate\n")
     assert "rejected: 14 shared_memory" in out and "screen:" not in out
     assert "\nplain\n" not in command("show", file, "--kind", "edit+truncate")[1]
-    old = put(tmp_path / "old", msgspec.structs.replace(TABLE, kernels={}, defaults="sha256:00"))
+    old = put(tmp_path / "old", msgspec.structs.replace(TABLE, defaults="sha256:00"))
     out = command("show", old)[1]
-    assert "kernels: not those installed here (stale)" in out and "built-in choices: not those installed here" in out
+    assert "machine code: stale: the built-in choices have changed since" in out
+    assert "built-in choices: not those installed here" in out
     out = command("show", put(tmp_path / "screened", SCREENED))[1]
     assert "screen: 0.53 GB beside the head, for up to 64 rows (plain+screen)" in out.splitlines()
 
@@ -183,7 +192,7 @@ def test_show_as_json_is_the_table_and_what_was_noted(command, file):
     shown = json.loads(command("show", file, "--json")[1])
     assert Table.loads(json.dumps(shown["table"])) == Table.loads(TABLE.dumps())
     assert shown["notes"] == ["added_later is not known to this release and is ignored"]
-    assert shown["kernels_as_installed"] is True
+    assert shown["stale"] == [] and shown["unknown"] == OTHER_TRITON
 
 
 def test_text_from_a_table_is_shown_as_it_is(command, file):
@@ -290,9 +299,9 @@ def test_explain_finds_the_table_that_a_server_would(command, tmp_path, monkeypa
     assert "the built-in choice, without a table" in out
     folder = tmp_path / "cache" / "flashsample"
     folder.mkdir(parents=True)
-    put(folder / TABLE.file_name, msgspec.structs.replace(TABLE, kernels={"fused": {"src": "sha256:00"}}))
+    put(folder / TABLE.file_name, changed(TABLE, "plain", 1, code=""))
     _, out, _ = command(*ask)
-    assert f"table     {folder / TABLE.file_name} (stale: " in out and "the kernels have changed since" in out
+    assert f"table     {folder / TABLE.file_name} (stale: " in out and NO_CODE in out
     assert "the user's cache)" in out and FUSED in out
     (tmp_path / "bad").mkdir()
     (tmp_path / "bad" / TABLE.file_name).write_text("{")
@@ -320,19 +329,18 @@ def test_list_prints_the_tables_of_the_lookup_order_and_says_which_files_are_non
         folder.mkdir()
     monkeypatch.setenv(lookup.FOLDERS_VARIABLE, str(named))
     put(named / TABLE.file_name)
-    kernels = TABLE.kernels | {"fused": {"src": "sha256:" + 64 * "0"}}
-    put(shipped / TABLE.file_name, msgspec.structs.replace(TABLE, effort="quick", kernels=kernels))
+    put(shipped / TABLE.file_name, msgspec.structs.replace(changed(TABLE, "plain", 1, code=""), effort="quick"))
     (shipped / "fs2,broken.json").write_text("{")
     (shipped / "builtin.json").write_text("{")
     code, out, _ = command("list")
     lines = [" ".join(line.split()) for line in out.splitlines()]
-    assert code == 0 and lines[0] == "device head effort choices built-in kernels where"
+    assert code == 0 and lines[0] == "device head effort choices built-in where stale"
     head = f"NVIDIA H200 {HEAD.vocab} x {HEAD.hidden} bf16, tp 1"
     assert lines[1:3] == [
-        f"{head} full 4 3 installed {lookup.FOLDERS_VARIABLE}",
-        f"{head} quick 4 3 others shipped",
+        f"{head} full 4 3 {lookup.FOLDERS_VARIABLE}",
+        f"{head} quick 4 3 shipped {NO_CODE}",
     ]
-    assert lines[3].startswith("kernels others: measured with other kernels")
+    assert lines[3].startswith("stale: as far as is known without compiling")
     assert lines[4].startswith(f"not used: {shipped / 'fs2,broken.json'}: ")
     assert lines[5:] == [
         f"{lookup.FOLDERS_VARIABLE}: {named}",
@@ -399,7 +407,8 @@ def test_merge_takes_the_other_choice_only_where_it_is_better_beyond_noise(comma
     merged, _ = load_table(out)
     for rows, table in ((1, TABLE), (4, other), (16, TABLE), (32, other)):
         assert merged.entry("plain", rows) == table.entry("plain", rows)
-    assert merged.confirmed["plain"] == Confirmed(rows=[2, 128], us=[200.0, 353.0], gemm_us=[0.0, 270.5])
+    times = {"us": [200.0, 353.0], "gemm_us": [0.0, 270.5]}
+    assert merged.confirmed["plain"] == Confirmed(rows=[2, 128], **times, code=["", CODE])
     assert merged.confirmed["greedy"] == other.confirmed["greedy"] and merged.entry("edit+truncate", 16) is not None
     assert merged.provenance["a"] == TABLE.provenance and merged.rejected == TABLE.rejected
     again = command("merge", out, out, "-o", out)
@@ -457,16 +466,17 @@ def test_merge_may_write_over_one_of_its_inputs_and_into_a_folder(command, file,
 
 
 def test_lint_passes_a_good_table_and_no_stale_one(command, file, tmp_path):
-    note = f"{file}: note: no sizes for truncate, edit\n1 of 1 tables are well-formed and up to date\n"
-    assert command("lint", file) == (0, note, "")
+    notes = f"{file}: note: no sizes for truncate, edit\n"
+    notes += f"{file}: note: whether it is stale is not known: {OTHER_TRITON}\n"
+    assert command("lint", file) == (0, f"{notes}1 of 1 tables are well-formed and up to date\n", "")
     (tmp_path / "old").mkdir()
-    old = put(tmp_path / "old" / TABLE.file_name, msgspec.structs.replace(TABLE, kernels={}, defaults="sha256:00"))
+    stale = msgspec.structs.replace(changed(TABLE, "plain", 1, code=""), defaults="sha256:00")
+    old = put(tmp_path / "old" / TABLE.file_name, stale)
     code, out, _ = command("lint", file, old)
     assert code == 1 and out.endswith("1 of 2 tables are well-formed and up to date\n")
-    assert f"{old}: stale: the kernels of fused have changed since it was measured" in out
-    assert f"{old}: stale: the built-in choices have changed since it was measured" in out
+    assert f"{old}: stale: {NO_CODE}\n" in out and f"{old}: stale: the built-in choices have changed since\n" in out
     unknown = put(tmp_path / "old" / TABLE.file_name, msgspec.structs.replace(SCREENED, measure=TABLE.measure))
-    assert "measure.screen is missing: what memory a screen takes" in check(str(unknown))[2]
+    assert "measure.screen is missing: what memory a screen takes" in check(str(unknown), Compilers(print))[2]
 
 
 @pytest.mark.parametrize(
@@ -514,4 +524,4 @@ def test_lint_names_what_is_wrong_and_exits_with_one(command, file, change, mess
 def test_every_shipped_table_is_fit_to_be_shipped():
     shipped = Path(sgl_flashsample.__file__).parent / "tables"
     for path in sorted(shipped.glob("fs2,*.json")):
-        assert check(str(path))[0] == [], path
+        assert check(str(path), Compilers(print))[0] == [], path

@@ -110,7 +110,10 @@ def test_a_run_a_verification_and_a_report_over_a_simulated_device(command, tmp_
     assert text.count("Plotly.newPlot") >= 3
     assert "up to date" in command("run", *arguments, device=device)[1]
     code, out, _ = command("run", *arguments, "--force", device=device)
-    assert code == 0 and "servers take it with --tuned FILE; next: " in out
+    assert code == 0 and out.endswith("\nits times are simulated: no server uses it\n")
+    code, out, _ = command("run", *arguments, "--batch-sizes", 1, "--force", device=simulated(simulated=False))
+    serve = "sglang serve --model-path MODEL --sampling-backend flashsample\n"
+    assert code == 0 and out.endswith(f"\nserve with it: FLASHSAMPLE_TUNED_DIR={tmp_path / 'out'} {serve}")
 
 
 @pytest.mark.slow

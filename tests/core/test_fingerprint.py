@@ -1,97 +1,116 @@
-"""Which code of the kernels a tuned table was measured with: a path's device code, and nothing else."""
+"""Machine code of a configuration as a hash: the same for two compilations, another one for another computation."""
 
 from __future__ import annotations
 
-import ast
-import pathlib
-import shutil
-import types
+import json
+import os
+import subprocess
+import sys
 
 import pytest
 
-from sgl_flashsample import kernels
-from sgl_flashsample.tables import fingerprint
-from sgl_flashsample.tables.fingerprint import LAUNCHERS, installed_fingerprints, kernel_fingerprint
+from sgl_flashsample import LMHead
+from sgl_flashsample.kernels.config import TileConfig
+from sgl_flashsample.kinds import PLAIN
+from sgl_flashsample.paths import Parts
+from sgl_flashsample.tables.fingerprint import machine_code
 
-EVERY = set(map(str, LAUNCHERS))
-# A folder of kernels: the modules of three launchers, modules that they import, and one that none imports.
-SMALL = {
-    "lm_head_sample": "from .noise import noise\nfrom . import config\n@triton.jit\ndef fused():\n    noise()\n",
-    "sample_logits": "from .noise import noise\n@triton.jit(debug=True)\ndef read():\n    noise()\n",
-    "screened_sample": "from .screen import screen\ndef launch():\n    screen()\n",
-    "screen": "from .noise import noise\nSLACK = 2.0**-15\n@triton.jit\ndef screen():\n    SLACK\n",
-    "noise": 'LN_2 = 0.69\nclass Stream(enum.IntEnum):\n    """Words."""\n    SAMPLE = 0\n'
-    "class Operands(NamedTuple):\n    seed: Any\n@triton.jit\ndef noise():\n    LN_2\n",
-    "config": "def launcher():\n    pass\n@dataclass\nclass Tile:\n    size: int\n",
-    "reference": "@triton.jit\ndef other():\n    pass\n",
+pytestmark = pytest.mark.slow
+
+# Prints the machine code of one-row launches of small configurations on a GPU that is pretended. In each module that
+# the launches use, the texts of the first argument are replaced before it is imported.
+SCRIPT = """
+import importlib.abc, importlib.util, json, sys
+from pathlib import Path
+
+edits, asked = json.loads(sys.argv[1]), json.loads(sys.argv[2])
+import sgl_flashsample
+folder = Path(importlib.util.find_spec("sgl_flashsample.kernels").origin).parent
+
+class Edited(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        place = name.removeprefix("sgl_flashsample.kernels.")
+        if place not in edits:
+            return None
+        text = (folder / f"{place}.py").read_text()
+        for old, new in edits[place]:
+            assert old in text, old
+            text = text.replace(old, new)
+        copy = Path(sys.argv[3]) / f"{place}.py"
+        copy.write_text(text)
+        return importlib.util.spec_from_file_location(name, copy)
+
+sys.meta_path.insert(0, Edited())
+import torch
+from sgl_flashsample.kernels.launch import Gpu, pretend_gpu
+pretend_gpu(Gpu((9, 0), 132))
+from sgl_flashsample import LMHead
+from sgl_flashsample.kernels.config import ReadConfig, ScreenConfig, TileConfig
+from sgl_flashsample.kinds import KIND_NAMES
+from sgl_flashsample.paths import Parts
+from sgl_flashsample.screen import UnwrittenScreen
+from sgl_flashsample.tables.fingerprint import machine_code
+
+head = LMHead(torch.zeros(400, 64, dtype=torch.bfloat16))
+configs = {
+    "read": ReadConfig(16, 64, 4),
+    "fused": TileConfig(16, 64, 32, 4, 2),
+    "deeper": TileConfig(16, 64, 32, 4, 3),
+    "screened": ScreenConfig(16, 64, 32, 4, 2),
 }
+codes = {}
+for name, kind, rows in asked:
+    parts = Parts.of(head, UnwrittenScreen(head, rows))
+    codes[f"{name} {kind} {rows}"] = machine_code(configs[name], KIND_NAMES[kind], parts)
+print(json.dumps(codes))
+"""
+FUSED = [["fused", "plain", 1]]
+COMMENT = ["    if EARLY:\n", "    # A comment.\n\n    if EARLY:\n"]
+RENAMED = ["first_row", "top_row"]
+MOVED = [
+    "    offs_d = tl.arange(0, BLOCK_D)\n    offs_g = tl.arange(0, NUM_GROUPS)\n",
+    "    offs_g = tl.arange(0, NUM_GROUPS)\n    offs_d = tl.arange(0, BLOCK_D)\n",
+]
+CONSTANT = ["_SERIES_TERMS = tl.constexpr(8)", "_SERIES_TERMS = tl.constexpr(9)"]
 
 
-@pytest.fixture
-def changed_paths(tmp_path, monkeypatch):
-    """The paths whose fingerprint changes with a change to a folder: ``of(folder, module, old text, new text)``."""
+@pytest.fixture(scope="module")
+def codes_of(tmp_path_factory):
+    """A function that returns the machine code of configurations, by a new process with an empty cache."""
 
-    def hashes(folder: pathlib.Path) -> dict[str, str]:
-        monkeypatch.setattr(fingerprint, "kernels", types.SimpleNamespace(__file__=str(folder / "__init__.py")))
-        kernel_fingerprint.cache_clear()
-        return installed_fingerprints()
+    def codes_of(asked: list[list], **edits: list[list[str]]) -> dict[str, str]:
+        folder = tmp_path_factory.mktemp("compiled")
+        environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(folder / "cache")}
+        command = [sys.executable, "-c", SCRIPT, json.dumps(edits), json.dumps(asked), str(folder)]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr[-3000:]
+        return json.loads(done.stdout.splitlines()[-1])
 
-    def of(folder: pathlib.Path, module: str, old: str, new: str) -> set[str]:
-        before, file = hashes(folder), folder / f"{module}.py"
-        assert old in file.read_text()
-        file.write_text(file.read_text().replace(old, new, 1))
-        after = hashes(folder)
-        return {path for path in after if after[path] != before[path]}
-
-    yield of
-    kernel_fingerprint.cache_clear()
+    return codes_of
 
 
-@pytest.fixture
-def small(tmp_path):
-    for name, text in SMALL.items():
-        (tmp_path / f"{name}.py").write_text(text)
-    return tmp_path
+@pytest.fixture(scope="module")
+def codes(codes_of):
+    asked = [["read", "plain", 1], ["read", "greedy", 1], *FUSED, ["fused", "greedy", 1], ["deeper", "plain", 1]]
+    return codes_of([*asked, ["screened", "plain+screen", 1], ["screened", "plain+screen", 64]])
 
 
-@pytest.mark.parametrize(
-    "module, old, new, wanted",
-    [
-        ("lm_head_sample", "noise()", "noise() + 1", {"fused"}),
-        ("sample_logits", "debug=True", "debug=False", {"logits"}),
-        ("screen", "-15", "-14", {"screened"}),
-        ("noise", "0.69", "0.7", EVERY),
-        ("noise", "SAMPLE = 0", "SAMPLE = 1", EVERY),
-        ("noise", "seed: Any", "position: Any\n    seed: Any", EVERY),
-        ("noise", "def noise():", "def noise(x=1):", EVERY),
-        ("reference", "pass", "return 1", set()),
-        ("config", "pass", "return 1", set()),  # a launcher
-        ("config", "size: int", "size: int = 1", set()),  # a class of the host
-        ("noise", "LN_2 = 0.69", '"""A docstring."""\n\nLN_2 = (0.69)  # the logarithm\n\n', set()),
-        ("noise", '"""Words."""', '"""Other words."""', set()),
-        ("screen", "def screen():\n", 'def screen():\n    """What it does."""\n    # Why.\n', set()),
-    ],
-)
-def test_a_change_of_device_code_is_one_of_the_paths_that_import_it_and_of_no_other(
-    changed_paths, small, module, old, new, wanted
-):
-    assert changed_paths(small, module, old, new) == wanted
+def test_comments_names_and_lines_of_a_kernel_leave_its_machine_code_and_a_constant_does_not(codes_of, codes):
+    as_it_is = {"fused plain 1": codes["fused plain 1"]}
+    assert codes_of(FUSED, lm_head_sample=[COMMENT, RENAMED, MOVED]) == as_it_is
+    assert codes_of(FUSED, rng=[CONSTANT]) != as_it_is
 
 
-def test_every_path_has_a_fingerprint_of_its_own():
-    fingerprints = installed_fingerprints()
-    assert set(fingerprints) == EVERY and len(set(fingerprints.values())) == len(EVERY)
-    assert all(text.startswith("sha256:") and len(text) == 71 for text in fingerprints.values())
+def test_each_configuration_and_kind_has_machine_code_of_its_own_whatever_the_size_of_its_screen(codes):
+    assert all(len(code) == 16 for code in codes.values())
+    assert codes["fused plain 1"] == codes["fused greedy 1"], "the noise of a greedy row is left out by a reader alone"
+    assert codes["screened plain+screen 1"] == codes["screened plain+screen 64"]
+    assert len(set(codes.values())) == len(codes) - 2
 
 
-@pytest.mark.slow
-def test_the_installed_kernels_fingerprints_are_of_their_device_code_alone(changed_paths, tmp_path):
-    installed = pathlib.Path(kernels.__file__).parent
-    fingerprints = installed_fingerprints()
-    shutil.copytree(installed, tmp_path / "kernels", ignore=shutil.ignore_patterns("__pycache__"))
-    for file in (tmp_path / "kernels").glob("*.py"):  # without comments, in the layout of Python's own printer
-        file.write_text(ast.unparse(ast.parse(file.read_text())))
-    assert changed_paths(tmp_path / "kernels", "config", "GROUP_SIZE = 16", "GROUP_SIZE = 32") == EVERY
-    assert changed_paths(tmp_path / "kernels", "config", "GROUP_SIZE = 32", "GROUP_SIZE = 16") == EVERY
-    assert installed_fingerprints() == fingerprints
-    assert changed_paths(tmp_path / "kernels", "int8_head", "ACCUMULATION = 1.5", "ACCUMULATION = 2.5") == {"screened"}
+def test_where_nothing_is_compiled_there_is_no_machine_code(device):
+    if device.type == "cuda":
+        pytest.skip("a GPU's kernels are compiled")
+    import torch
+
+    assert machine_code(TileConfig(16, 64, 32, 4, 2), PLAIN, Parts.of(LMHead(torch.zeros(400, 64)))) == ""

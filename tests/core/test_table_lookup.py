@@ -3,6 +3,7 @@ any harm."""
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import os
 import re
@@ -15,16 +16,19 @@ import pytest
 import torch
 from core_examples import READ, ROWS, SCREEN, TILE, UNSCREENED, VOCAB, assert_reference, example
 from kernel_cases import take
-from tuned_tables import CPU, H200, HEAD, make_entry, make_table, table_for_this_machine
+from tuned_tables import CODE, CPU, H200, HEAD, make_entry, make_table, table_for_this_machine
 
 from sgl_flashsample import Head, LMHead, defaults
-from sgl_flashsample.dispatch import default_table
+from sgl_flashsample.defaults import HeadTraits, evidence_of
+from sgl_flashsample.dispatch import DispatchTable, default_table
 from sgl_flashsample.kernels.config import ReadConfig, ScreenConfig, TileConfig
 from sgl_flashsample.kinds import KIND_NAMES, PLAIN
-from sgl_flashsample.tables import lookup
-from sgl_flashsample.tables.fingerprint import installed_fingerprints, kernel_fingerprint
+from sgl_flashsample.paths import Parts
+from sgl_flashsample.tables import fingerprint, lookup
+from sgl_flashsample.tables.fingerprint import compare_compiled
 from sgl_flashsample.tables.lookup import (
     Match,
+    ResolvedTable,
     Target,
     bucket_for,
     find,
@@ -38,10 +42,9 @@ from sgl_flashsample.tables.schema import MAX_BYTES, Confirmed, HeadShape
 replace = msgspec.structs.replace
 TABLE = make_table()
 TARGET = Target(H200, HEAD, dict(TABLE.env))
-STALE = replace(TABLE, kernels={})
+STALE = replace(TABLE, defaults="sha256:0")
 H100 = replace(H200, name="NVIDIA H100 80GB HBM3")
 A100 = replace(H200, name="NVIDIA A100", cc="8.0")
-SCREENED_KERNELS = TABLE.kernels | {"screened": {"src": kernel_fingerprint("screened")}}
 
 
 @pytest.fixture
@@ -66,7 +69,9 @@ def put(folder: Path, table=TABLE, name=None) -> str:
 
 # How well a table fits.
 
-KERNELS_CHANGED = "the kernels have changed since"
+NO_CODE = "it does not say with which machine code it was measured"
+OTHER_CHOICES = "the built-in choices have changed since"
+UNKNOWN_CODE = [replace(TABLE.entries[0], code=""), *TABLE.entries[1:]]
 
 
 @pytest.mark.parametrize(
@@ -81,10 +86,10 @@ KERNELS_CHANGED = "the kernels have changed since"
         ({"env": TABLE.env | {"triton": "3.8.0"}}, Match.OTHER_VERSIONS, "triton is 3.6.0, it was 3.8.0"),
         ({"env": TABLE.env | {"cuda": "12.8"}}, Match.OTHER_VERSIONS, "cuda is 13.0, it was 12.8"),
         ({"env": {}}, Match.OTHER_VERSIONS, "triton is 3.6.0, it was unknown"),
-        ({"kernels": TABLE.kernels | {"logits": {"src": "sha256:0"}}}, Match.STALE, KERNELS_CHANGED),
-        ({"kernels": {"fused": TABLE.kernels["fused"]}}, Match.STALE, KERNELS_CHANGED),  # and has readers
-        ({"kernels": {}}, Match.STALE, KERNELS_CHANGED),
-        ({"defaults": "sha256:0"}, Match.STALE, "the built-in choices have changed since"),
+        ({"entries": UNKNOWN_CODE}, Match.STALE, NO_CODE),
+        ({"confirmed": {"plain": Confirmed(rows=[32], us=[1.0])}}, Match.STALE, NO_CODE),
+        ({"defaults": "sha256:0"}, Match.STALE, OTHER_CHOICES),
+        ({"simulated": True}, None, "its times are simulated: no server uses it"),
         ({"device": H100}, Match.FAMILY, "it is for NVIDIA H100 80GB HBM3 (132 SMs), not NVIDIA H200"),
         ({"device": replace(H200, sms=66)}, Match.FAMILY, "(66 SMs), not NVIDIA H200 (132 SMs)"),
         ({"device": A100}, None, "it is for NVIDIA A100, not NVIDIA H200"),
@@ -300,7 +305,7 @@ def test_a_table_with_screened_kinds_leaves_those_without_a_screen_alone(head, t
     table, kind = own_table(head), KIND_NAMES["plain+screen"]
     older = resolve(head, file=put(tmp_path, table, "older")).dispatch
     screened = [make_entry("plain+screen", 8, SCREEN), make_entry("plain+screen", 16, TILE)]
-    newer = replace(table, entries=[*table.entries, *screened], kernels=SCREENED_KERNELS)
+    newer = replace(table, entries=[*table.entries, *screened])
     resolved = resolve(head, file=put(tmp_path, newer, "newer"))
     assert resolved.table_file.match is Match.EXACT and resolved.warnings == ()
     assert [resolved.dispatch.lookup(rows, kind) for rows in (4, 8, 9, 16)] == [SCREEN, SCREEN, TILE, TILE]
@@ -310,12 +315,13 @@ def test_a_table_with_screened_kinds_leaves_those_without_a_screen_alone(head, t
     assert "; plain+screen 1" in resolved.line() and "edit+screen" not in resolved.line()
 
 
-def test_a_stale_table_is_used_with_a_warning_that_says_what_has_changed(head, tmp_path):
-    path = put(tmp_path, own_table(head, kernels=TABLE.kernels | {"fused": {"src": "sha256:0"}}))
+def test_a_stale_table_is_used_with_a_warning_that_says_what_has_changed(head, tmp_path, monkeypatch):
+    monkeypatch.setattr(lookup, "known_stale", lambda table: [OTHER_CHOICES])
+    path = put(tmp_path, own_table(head))
     resolved = resolve(head, file=path)
     assert resolved.table_file.match is Match.STALE and resolved.dispatch.lookup(16) == TILE
     (line,) = resolved.warnings
-    assert line.startswith(f"tuned table {path} is used, but it is stale ({KERNELS_CHANGED})") and "tune verify" in line
+    assert line.startswith(f"tuned table {path} is used, but it is stale ({OTHER_CHOICES})") and "tune verify" in line
 
 
 @pytest.mark.parametrize("shipped", [True, False], ids=["shipped", "of the user"])
@@ -323,7 +329,7 @@ def test_a_stale_table_is_used_with_a_warning_that_says_what_has_changed(head, t
     "changes, match, differs",
     [
         ({"env": lookup.environment() | {"triton": "3.5.1"}}, Match.OTHER_VERSIONS, r"triton is \S+, it was 3\.5\.1"),
-        ({"kernels": {}}, Match.STALE, KERNELS_CHANGED),
+        ({"defaults": "stale"}, Match.STALE, OTHER_CHOICES),
     ],
     ids=["other versions", "stale"],
 )
@@ -332,6 +338,8 @@ def test_a_table_that_no_longer_fits_is_used_and_only_one_of_the_user_is_worth_a
 ):
     table = own_table(head)
     path = put(tmp_path, replace(table, **changes), table.file_name)
+    # The built-in choices for a CPU are computed, and never change.
+    monkeypatch.setattr(lookup, "known_stale", lambda table: [OTHER_CHOICES] * (table.defaults == "stale"))
     monkeypatch.setenv("SGLANG_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.delenv(lookup.FILE_VARIABLE, raising=False)
     monkeypatch.setattr(lookup, "SHIPPED", tmp_path if shipped else tmp_path / "nowhere")
@@ -346,7 +354,7 @@ def test_a_table_that_no_longer_fits_is_used_and_only_one_of_the_user_is_worth_a
 
 @pytest.mark.parametrize("content", ["no table", "entries that cannot run here"])
 def test_a_shipped_table_that_is_of_no_use_is_worth_no_warning(head, tmp_path, monkeypatch, content):
-    table = own_table(head, entries=[make_entry("plain", 16, SCREEN)], kernels=SCREENED_KERNELS)
+    table = own_table(head, entries=[make_entry("plain", 16, SCREEN)])
     path = put(tmp_path, table, table.file_name)
     if content == "no table":
         Path(path).write_text("{")
@@ -360,7 +368,7 @@ def test_a_shipped_table_that_is_of_no_use_is_worth_no_warning(head, tmp_path, m
 
 def test_entries_that_cannot_run_here_are_left_to_the_built_in_choice_with_one_warning(head, tmp_path):
     entries = [make_entry("edit", 16, TILE), make_entry("edit+truncate", 16, ReadConfig(256, 32, 4))]
-    table = own_table(head, entries=[*entries, make_entry("plain", 16, SCREEN)], kernels=SCREENED_KERNELS)
+    table = own_table(head, entries=[*entries, make_entry("plain", 16, SCREEN)])
     resolved = resolve(head, file=put(tmp_path, table))
     for kind in (PLAIN, KIND_NAMES["edit+truncate"]):
         assert resolved.dispatch.lookup(16, kind) == default_table(head).lookup(16, kind)
@@ -418,6 +426,112 @@ def test_the_version_of_the_gpus_driver_is_part_of_the_environment_where_there_i
     assert lookup.environment.__wrapped__().get("driver") == driver
 
 
+@pytest.fixture
+def compiled(monkeypatch):
+    """The machine code that configurations compile to, by configuration; ``CODE`` where none is set."""
+    codes: dict = {}
+
+    def machine_code(config, kind, parts):
+        code = codes.get(config, CODE)
+        if isinstance(code, Exception):
+            raise code
+        return code
+
+    monkeypatch.setattr(fingerprint, "machine_code", machine_code)
+    return codes
+
+
+def test_a_table_is_stale_once_its_kernels_are_compiled_to_other_machine_code(head, tmp_path, compiled):
+    sizes = {"plain": Confirmed(rows=[4, 32], us=[1.0, 2.0], code=[CODE, CODE])}
+    resolved = resolve(head, file=put(tmp_path, own_table(head, confirmed=sizes)))
+    compiled[TILE] = compiled[resolved.dispatch.lookup(32)] = "another"
+    after = compare_compiled(resolved, Parts.of(head), 512)
+    assert resolved.table_file.match is Match.EXACT and after.table_file.match is Match.STALE
+    assert after.dispatch is resolved.dispatch, "what is taken stays"
+    differs = "other machine code than was measured: plain 16, 32; edit 16"
+    assert f"versions: stale: {differs};" in after.line()
+    (line,) = after.warnings
+    assert f"is used, but it is stale ({differs}): same tokens, but it may be slow" in line
+
+
+@pytest.mark.parametrize(
+    "code, env, max_rows",
+    [
+        (CODE, {}, 512),
+        ("another", {"triton": "3.5.1"}, 512),
+        ("another", {}, 8),
+        (RuntimeError("no compiler"), {}, 512),
+        ("", {}, 512),
+    ],
+    ids=["the same", "by another Triton", "of batches that are not compiled", "that fails to compile", "interpreted"],
+)
+def test_machine_code_that_is_the_same_or_cannot_be_compared_makes_no_table_stale(
+    head, tmp_path, compiled, code, env, max_rows
+):
+    table = own_table(head, env=lookup.environment() | env, confirmed={}, entries=[make_entry("plain", 16, TILE)])
+    resolved = resolve(head, file=put(tmp_path, table))
+    compiled[TILE] = code
+    after = compare_compiled(resolved, Parts.of(head), max_rows)
+    assert after.table_file == resolved.table_file and after.warnings == ()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"logit_scale": 0.5}, {"softcap": 50.0}, {"vocab_size": VOCAB - 1}],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_a_head_whose_kernels_have_constants_of_their_own_is_not_compared(head, tmp_path, compiled, changes):
+    resolved = resolve(head, file=put(tmp_path, own_table(head)))
+    compiled[TILE] = "another"
+    assert compare_compiled(resolved, Parts.of(head), 512).table_file.match is Match.STALE
+    other = dataclasses.replace(head, **changes)
+    assert compare_compiled(resolved, Parts.of(other), 512).table_file.match is Match.EXACT
+
+
+def test_a_table_of_another_gpu_is_not_compared(head, tmp_path, compiled):
+    """Kernels have the number of its multiprocessors in them."""
+    resolved = resolve(head, file=put(tmp_path, own_table(head)))
+    compiled[TILE] = "another"
+    family = dataclasses.replace(resolved.table_file, match=Match.FAMILY)
+    after = compare_compiled(dataclasses.replace(resolved, table_file=family), Parts.of(head), 512)
+    assert after.table_file == family and after.warnings == ()
+
+
+def test_choices_that_a_server_does_not_take_are_not_compared(head, tmp_path, compiled):
+    """A screened one without a screen, and one that the self-check has refused."""
+    entries = [make_entry("plain", 16, TILE), make_entry("plain+screen", 16, SCREEN)]
+    resolved = resolve(head, file=put(tmp_path, own_table(head, entries=entries, confirmed={})))
+    compiled[TILE] = compiled[SCREEN] = "another"
+    refused = dataclasses.replace(resolved, dispatch=resolved.dispatch.without(TILE, PLAIN))
+    assert compare_compiled(refused, Parts.of(head), 512).table_file.match is Match.EXACT
+
+
+def test_a_simulated_table_is_found_in_no_folder_and_under_no_name(folders):
+    made, environ = folders
+    path = put(made["first"], replace(TABLE, simulated=True))
+    for file in (None, path):
+        table_file, warnings = find(TARGET, file=file, environ=environ)
+        assert table_file is None and set(warnings) == {f"{path}: its times are simulated: no server uses it"}
+
+
+@pytest.mark.parametrize(
+    "traits, device, evidence",
+    [
+        (HeadTraits("sm90", 2, 640, 64), "NVIDIA H200", "measured on H100 and H200"),
+        (HeadTraits("sm90", 2, 640, 64), "NVIDIA H20", "measured on H100 and H200, not on this GPU"),
+        (HeadTraits("sm90", 4, 640, 64), "NVIDIA H200", "compiled for GPUs of this kind, measured on none"),
+        (HeadTraits("sm100", 2, 640, 64), "NVIDIA B200", "compiled for GPUs of this kind, measured on none"),
+    ],
+)
+def test_the_line_without_a_table_says_on_which_gpus_the_built_in_choices_were_measured(traits, device, evidence):
+    assert evidence_of(traits, device) == evidence
+    line = ResolvedTable(DispatchTable(traits), None, device, (), evidence).line("a screen for plain 1-64")
+    assert line == (
+        f"no tuned table for {device}: a screen for plain 1-64; else built-in kernel settings ({evidence}), same "
+        "tokens; `sgl-flashsample tune run` makes one"
+    )
+
+
 def test_a_kind_that_was_measured_at_every_size_is_not_named_among_those_without_a_measurement(head, tmp_path):
     sizes = range(1, 513)
     confirmed = {"plain": Confirmed(rows=list(sizes), us=[1.0] * len(sizes))}
@@ -429,7 +543,6 @@ def test_a_kind_that_was_measured_at_every_size_is_not_named_among_those_without
 def test_what_is_looked_for_is_this_machine_and_this_head(head, tmp_path):
     assert lookup.device_of(torch.device("cpu")) == CPU
     assert set(lookup.environment()) >= {"triton", "torch", "cuda"}
-    assert Target(CPU, HEAD, {}).kernels == installed_fingerprints()
     shape = HeadShape(vocab=VOCAB, hidden=32, dtype="fp32")
     assert lookup.head_shape_of(head) == shape
     assert lookup.head_shape_of(LMHead(head.weight, softcap=2.0)) == replace(shape, softcap=True)

@@ -7,7 +7,9 @@ Everything but measuring is developed and tested on it.
      "model": {"us": 300.0, "rugged": 0.05},           times of a configuration without costs; without: it is rejected
      "costs": {"plain/fused-16x128x128-w4-s6-c1": {"1": 282.0, "16": 285.5}},
      "faults": {"plain/fused-16x...": "hang" | "crash" | "illegal" | "wrong" | "biased" | a reason},
-     "baselines": false, "busy": 0, "clock": 1980.0, "seconds_per_round": 0.0}
+     "baselines": false, "busy": 0, "clock": 1980.0, "seconds_per_round": 0.0,
+     "changed": ["plain/fused-16x..."],                configurations that compile to other machine code than elsewhere
+     "simulated": true}                                whether it says that it is no GPU
 
 The keys of costs and faults are ``labels.label_of``. The processes that answer load no torch.
 """
@@ -110,7 +112,8 @@ class SimulatedWorker:
         return getattr(self, f"_{request['op']}")(request)
 
     def _hello(self, request: dict[str, Any]) -> dict[str, Any]:
-        return {"device": self.data["device"], "env": self.data["env"], "busy": self.data.get("busy", 0)}
+        answer = {"device": self.data["device"], "env": self.data["env"], "busy": self.data.get("busy", 0)}
+        return answer | {"simulated": self.data.get("simulated", True)}
 
     def _ready(self, request: dict[str, Any]) -> dict[str, Any]:
         return {"copies": 1}
@@ -118,6 +121,10 @@ class SimulatedWorker:
     def _compile(self, request: dict[str, Any]) -> dict[str, Any]:
         self._fail_as_told(request["label"], COMPILING_FAULTS)
         return {"seconds": {"compile": 0.0}, "shared": 0, "registers": 0, "spilled": 0}
+
+    def _codes(self, request: dict[str, Any]) -> dict[str, Any]:
+        labels, changed = [choice["label"] for choice in request["choices"]], self.data.get("changed", ())
+        return {"codes": [code_of(f"{label} changed" if label in changed else label) for label in labels]}
 
     def _baselines(self, request: dict[str, Any]) -> dict[str, Any]:
         return {"available": bool(self.data.get("baselines"))}
@@ -188,6 +195,11 @@ class SimulatedWorker:
         parts = [_hashed(f"{seed} {place} {part}") for place, part in enumerate(re.split("[-x]", label))]
         share = 0.85 * sum(parts) / len(parts) + 0.15 * _hashed(f"{seed} {label}")
         return float(model["us"]) * (1.0 + rows / float(model.get("rows", 256.0))) * (1.0 + rugged * share)
+
+
+def code_of(label: str) -> str:
+    """The machine code of a configuration that is not changed."""
+    return f"{zlib.crc32(label.encode()):08x}"
 
 
 def _hashed(text: str) -> float:

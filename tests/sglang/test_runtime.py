@@ -56,7 +56,7 @@ from sgl_flashsample.sglang.runtime import Runtime
 from sgl_flashsample.sglang.screen_lifecycle import SCREEN_VARIABLE, ScreenMode
 from sgl_flashsample.sglang.settings import REPORT_PATH_VARIABLE, REQUIRE_VARIABLE, NotActiveError
 from sgl_flashsample.sglang.step_graphs import RETRY_SECONDS, SLOTS, StepCounts
-from sgl_flashsample.tables import lookup
+from sgl_flashsample.tables import fingerprint, lookup
 from sgl_flashsample.tables.schema import Entry
 
 
@@ -830,6 +830,17 @@ def test_a_starting_server_serves_with_its_table_and_says_so_in_one_line(startin
     )
     assert about_screen.startswith("flashsample: no screen (INT8 copy of the LM head for small batches), same tokens: ")
     assert ": fused sampling active, " in active
+
+
+def test_a_starting_server_says_which_of_its_compiled_choices_are_not_those_that_were_measured(
+    starting, tuned_file, monkeypatch, caplog
+):
+    monkeypatch.setattr(fingerprint, "machine_code", lambda config, kind, parts: "another")
+    with caplog.at_level(logging.INFO, "sgl_flashsample"):
+        prepared(starting, tuned_file[2])
+    warning, line = [record.message for record in caplog.records][:2]
+    assert "is stale (other machine code than was measured: plain 1, 2, 4, 8, 16)" in warning
+    assert "(match of GPU, LM head and versions: stale: other machine code than was measured: " in line
 
 
 def test_a_config_that_fails_the_self_check_leaves_the_fused_pass_on_with_one_warning(

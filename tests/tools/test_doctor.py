@@ -19,7 +19,6 @@ from sgl_flashsample import cpu_path, selfcheck
 from sgl_flashsample.kernels.config import ScreenConfig
 from sgl_flashsample.sglang import versions
 from sgl_flashsample.tables import lookup
-from sgl_flashsample.tables.fingerprint import kernel_fingerprint
 from sgl_flashsample.tables.schema import HeadShape
 from sgl_flashsample.tools import doctor
 
@@ -176,8 +175,7 @@ def test_the_tables_that_servers_would_find_are_named_and_files_that_are_none(de
     assert finding.level == "ok"
     assert finding.what == f"tuned tables for this device: 600 x 32 fp32 (exact, {lookup.FOLDERS_VARIABLE})"
     screened = make_entry("plain+screen", 4, ScreenConfig(16, 64, 32, 4, 2))
-    kernels = here.kernels | {"screened": {"src": kernel_fingerprint("screened")}}
-    here = msgspec.structs.replace(here, entries=[*here.entries, screened], kernels=kernels)
+    here = msgspec.structs.replace(here, entries=[*here.entries, screened])
     (tmp_path / here.file_name).write_text(here.dumps())
     *_, finding = doctor.check_tables()
     assert finding.what.endswith(f"{lookup.FOLDERS_VARIABLE}, with a screen)")

@@ -10,13 +10,19 @@ import subprocess
 import sys
 
 import pytest
+from tuned_tables import CODE, make_table
 
 from sgl_flashsample.autotune import warm as warming
 from sgl_flashsample.autotune.labels import DEVICES
 from sgl_flashsample.autotune.warm import remove_incomplete
-from sgl_flashsample.tables.schema import HeadShape
+from sgl_flashsample.tables.lookup import environment
+from sgl_flashsample.tables.schema import Confirmed, HeadShape
 
 HEAD = {"vocab_size": 1009, "hidden_size": 64, "torch_dtype": "bfloat16"}
+SHAPE = HeadShape(vocab=HEAD["vocab_size"], hidden=HEAD["hidden_size"], dtype="bf16")
+# A table that was measured with other machine code of a built-in choice.
+CONFIRMED = {"plain": Confirmed(rows=[1], us=[1.0], code=[CODE])}
+UNLIKE = make_table(head=SHAPE, env=environment(), entries=[], confirmed=CONFIRMED)
 # The check of a starting server, for a head of these ids and this width: prints how many kernels were compiled.
 START = """
 import json, sys
@@ -55,7 +61,8 @@ def counts_of(out: str) -> tuple[str, int, int]:
 
 @pytest.mark.full
 def test_kernels_are_of_the_named_gpu_and_a_second_run_finds_them_all(warm, tmp_path, monkeypatch):
-    """And so does another GPU of the same architecture; one of another architecture finds none."""
+    """And so does another GPU of the same architecture; one of another architecture finds none. What a table was not
+    measured with is named."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     few = ("--max-rows", 1, "--no-screen")
     first = warm(*few, "--device", "A100")
@@ -72,7 +79,10 @@ def test_kernels_are_of_the_named_gpu_and_a_second_run_finds_them_all(warm, tmp_
     assert "2 kernels of the cache were incomplete and have been removed" in second.stdout
     device, compiled, already_there = counts_of(warm(*few, "--device", "H100").stdout)
     assert device == "NVIDIA H100 80GB HBM3" and compiled >= 10 and already_there == 0
-    assert counts_of(warm(*few, "--device", "H200").stdout) == ("NVIDIA H200", 0, compiled)
+    (tmp_path / "table.json").write_text(UNLIKE.dumps())
+    third = warm(*few, "--device", "H200", "--tuned", "table.json").stdout
+    assert counts_of(third) == ("NVIDIA H200", 0, compiled)
+    assert "is stale (other machine code than was measured: plain 1): same tokens, but it may be slow" in third
 
 
 def test_a_quantised_head_has_its_kernels_compiled_without_a_screen(monkeypatch):
