@@ -20,10 +20,10 @@ SHARED = {80: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 # Bytes of local memory per thread. Without a limit, ptxas stops at 128 registers and spills a few words. With an
 # explicit limit of 128, it spills none. The search runs in few rows and is bound by memory, not by registers.
 SPILLS = {"sample_truncated_kernel": 16, "draw_rescored_kernel": 32, "search_truncated_kernel": 256}
-SPILLS |= {"rescore_groups_kernel": 16, "read_groups_kernel": 16}
+SPILLS |= {"rescore_groups_kernel": 16, "read_groups_kernel": 16, "read_ids_kernel": 16}
 # Addresses of edits that a graph is told take two registers each, where a kernel's own arguments take none. The kernels
 # of sm100 were never measured.
-SPILLS_ON = {80: {"sample_logits_kernel": 8, "summarize_logits_kernel": 8}, 90: {"read_ids_kernel": 8}}
+SPILLS_ON = {80: {"sample_logits_kernel": 8, "summarize_logits_kernel": 8}}
 SPILLS_ON |= {100: {"lm_head_sample_kernel": 16, "sample_logits_kernel": 16, "screen_head_kernel": 8}}
 SPILLS_ON[100] |= {"top_logprobs_kernel": 16, "rescore_groups_kernel": 24}
 # Weights on their way to a tensor core take registers, beside sums and best logits of a tile of 256 ids and 64 rows.
