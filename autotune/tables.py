@@ -137,7 +137,7 @@ def list_tables(as_json: bool = False) -> None:
 
 
 def _known_state(table: Table) -> str:
-    """Why servers do not take a table as it was measured, as far as is known without compiling; empty if they do."""
+    """The reasons why servers do not take a table as it was measured, as far as is known uncompiled; or empty."""
     return SIMULATED if table.simulated else "; ".join(known_stale(table))
 
 

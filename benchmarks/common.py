@@ -58,7 +58,7 @@ class Shape:
 
 DEVICE = torch.device("cpu" if DRY_RUN or not torch.cuda.is_available() else "cuda")
 DTYPE = torch.float32 if DEVICE.type == "cpu" else torch.bfloat16
-# Of heads that are raced beside quantised ones, whose hidden states have 2 bytes: the interpreter's bfloat16 is wrong.
+# Heads beside quantised ones have 2-byte hidden states, as these do. The interpreter's bfloat16 is wrong.
 HALF_DTYPE = torch.float16 if DEVICE.type == "cpu" else torch.bfloat16
 SHAPES = (
     [Shape(48, 777, 30.0)]

@@ -296,7 +296,7 @@ def searches(results: Results) -> pd.DataFrame | None:
 
 
 def quantised(results: Results) -> pd.DataFrame | None:
-    """Of each head, sampling and batch size that was raced in two dtypes."""
+    """Both times of each head, sampling and batch size that was raced in two dtypes."""
     pairs: dict[tuple[Any, ...], dict[str, Row]] = {}
     for row in results.rows("quantised"):
         if "dtype" in row:
@@ -356,7 +356,7 @@ def screened_distribution(results: Results) -> pd.DataFrame | None:
 
 
 def screened_decision(results: Results) -> pd.DataFrame | None:
-    """What the race at a start has decided for heads without a table, by the times of both paths afterwards."""
+    """The decisions of the race at a start for heads without a table, by the times of both paths afterwards."""
     section = (results.data("screened") or {}).get("sections", {}).get("decision")
     if section is None:
         return None

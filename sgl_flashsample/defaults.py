@@ -68,7 +68,7 @@ class HeadTraits(NamedTuple):
 
     @classmethod
     def of_shape(cls, shape: HeadShape, family: str) -> HeadTraits:
-        """Those of a head as tables name it, whose weight is as wide as servers hold it."""
+        """The traits of a head as tables name it, whose weight is as wide as servers hold it."""
         return cls(family, ITEMSIZE[shape.dtype], shape.vocab, shape.hidden, not shape.is_quantised)
 
 

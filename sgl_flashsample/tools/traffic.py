@@ -125,7 +125,7 @@ def equal_work(curves: Sequence[Curve]) -> list[list[float]]:
 
 
 def _common(spans: Sequence[Sequence[tuple[float, float]]]) -> list[tuple[float, float]]:
-    """What lies in a span of each list. Spans of one list are in order, and apart."""
+    """The parts that lie in a span of each list. Spans of one list are in order, and apart."""
     common = list(spans[0])
     for others in spans[1:]:
         both = [(max(a, c), min(b, d)) for a, b in common for c, d in others]
