@@ -135,8 +135,8 @@ def test_the_file_is_written_while_the_server_is_idle_and_again_when_more_has_co
 
 
 def test_while_tokens_keep_coming_the_file_is_written_at_intervals(make, file):
+    started = time.monotonic()  # before the writer looks at its clock
     counts = make(IDLE_SECONDS=NEVER, WRITE_SECONDS=0.2)
-    started = time.monotonic()
     while not file.exists():
         counts.add(torch.tensor([1]), V)
         time.sleep(0.001)
