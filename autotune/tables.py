@@ -137,7 +137,7 @@ def list_tables(as_json: bool = False) -> None:
 
 
 def _known_state(table: Table) -> str:
-    """The reasons why servers do not take a table as it was measured, as far as is known uncompiled; or empty."""
+    """The reasons why a server would not trust the times of a table, as far as no compilation tells; or empty."""
     return SIMULATED if table.simulated else "; ".join(known_stale(table))
 
 

@@ -109,6 +109,7 @@ def _random_weight(vocab: int, hidden: int, dtype: torch.dtype = DTYPE) -> torch
 
 
 Hidden = Callable[[int], torch.Tensor]  # number of rows -> hidden states
+Draw = Callable[[torch.Tensor, BatchParams], SampleOutput]
 
 
 def _random(vocab: int, hidden: int) -> tuple[torch.Tensor, Hidden]:
@@ -233,8 +234,9 @@ class HostStopwatch:
 
 
 def decision(options: Any) -> dict[str, Any]:
-    """Per head: the seconds and the words of two races, of which the second finds everything loaded. Per heat of the
-    first: whether the screen won, and the times of both paths in the race and on the batches of ``Workload``."""
+    """Per head: the seconds of two races, of which the second finds everything loaded, and the words of the first. Per
+    heat of the first: whether the screen won, and the times of both paths in the race and on the batches of
+    ``Workload``."""
     timer, heads = Timer(DEVICE), []
     for shape in UNTABLED[: 2 if options.fast else None]:
         head = LMHead(shape.weight(), softcap=shape.softcap)
@@ -245,11 +247,12 @@ def decision(options: Any) -> dict[str, Any]:
         watch = HostStopwatch() if DRY_RUN else screen_race.GraphStopwatch(DEVICE, CudaCapture(DEVICE))
         outcomes = [screen_race.race(parts, table, watch) for _ in range(2)]
         decided, rows = screen_race.decide(table, outcomes[0]), []
-        ways = {"builtin": Head(head, max_rows=MAX_SCREENED_ROWS, table=table)}
-        ways["screened"] = Head(head, max_rows=MAX_SCREENED_ROWS, table=table, screen=screen)
+        ready = Head(head, max_rows=MAX_SCREENED_ROWS, table=table, screen=screen)
+        builtin = Head(head, max_rows=MAX_SCREENED_ROWS, table=table)
+        ways = {"builtin": builtin.draw, "screened": functools.partial(ready.draw, path=SCREENED)}
         for heat in outcomes[0].heats:
             work = Workload(head, heat.rows)
-            params = work.params(KIND_NAMES[heat.kind])
+            params = work.params(KIND_NAMES[heat.kind].screened)  # limits that a screen can serve
             calls = {name: functools.partial(_draw_step, way, work, params) for name, way in ways.items()}
             contenders = {name: timer.contender(call) for name, call in calls.items()}
             rounds = timer.rounds(contenders, DECISION_ROUNDS, before_round=work.refresh)
@@ -260,16 +263,14 @@ def decision(options: Any) -> dict[str, Any]:
                 row[f"{name}_spread"] = round(timing.spread, 2)
             rows.append(row)
             print(f"  {shape} {row}", flush=True)
-        seconds = [round(outcome.seconds, 3) for outcome in outcomes]
-        print(f"  {shape}: {seconds} s, {outcomes[0].words(decided)}", flush=True)
-        about = {"seconds": seconds, "words": outcomes[0].words(decided)}
-        about["skipped"] = [list(one) for one in outcomes[0].skipped]
-        heads.append(shape.fields | about | {"rows": rows})
+        seconds, words = [round(outcome.seconds, 3) for outcome in outcomes], outcomes[0].words(decided)
+        print(f"  {shape}: {seconds} s, {words}", flush=True)
+        heads.append(shape.fields | {"seconds": seconds, "words": words, "rows": rows})
     return {"heads": heads}
 
 
-def _draw_step(head: Head, work: Workload, params: Sequence[BatchParams], step: int) -> SampleOutput:
-    return head.draw(work.hidden, params[step])
+def _draw_step(draw_batch: Draw, work: Workload, params: Sequence[BatchParams], step: int) -> SampleOutput:
+    return draw_batch(work.hidden, params[step])
 
 
 SECTIONS = {"speed": speed, "tokens": tokens, "distribution": distribution, "decision": decision}

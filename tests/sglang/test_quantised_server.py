@@ -1,4 +1,4 @@
-"""What a real SGLang server answers whose LM head is in float8_e4m3fn, against the weights that it stands for.
+"""Answers of a real SGLang server whose LM head is in float8_e4m3fn, against those of the dequantised weights.
 
 On a CPU, SGLang's own logits of such a head are those of ``lab/cpu_platform.py``.
 """
@@ -95,7 +95,7 @@ def assert_greedy(server: Server, truth: markov.MarkovModel) -> None:
 
 
 def logprobs_of(truth: markov.MarkovModel, tokens: list[int], temperature: float = 1.0) -> list[float]:
-    """Of each token after the one before it, from rounded logits."""
+    """The logprob of each token after the one before it, from rounded logits."""
     ids = torch.tensor(tokens)
     logits = truth.logits(ids[:-1]).to(dtype_of(truth)).double() / temperature
     return logits.log_softmax(-1).gather(1, ids[1:, None])[:, 0].tolist()
