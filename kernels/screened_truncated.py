@@ -480,16 +480,26 @@ def read_ids(
 
 
 @triton.jit
+def _masses(group_max, lse_hi, lse_lo, low, reference, groups, num_groups):
+    """Whether groups have no rescored logit above ``low``, and the most and the least mass of these, relative to
+    ``reference``."""
+    inside = groups < num_groups
+    other = inside & ~(tl.load(group_max + groups, mask=inside, other=float("-inf")) > low)
+    most = tl.exp(tl.load(lse_hi + groups, mask=other, other=float("-inf")) - reference)
+    least = tl.exp(tl.load(lse_lo + groups, mask=other, other=float("-inf")) - reference)
+    return other, most, least
+
+
+@triton.jit
 def _mass_of_others(group_max, lse_hi, lse_lo, low, reference, num_groups, BLOCK_S: tl.constexpr):
     """The most and the least mass of the groups without a rescored logit above ``low``, relative to ``reference``."""
     mass_hi = tl.zeros([BLOCK_S], tl.float32)
     mass_lo = tl.zeros([BLOCK_S], tl.float32)
     for place in tl.range(BLOCK_GROUPS):  # a loop, for few registers
         groups = tl.arange(0, BLOCK_S) * BLOCK_GROUPS + place
-        inside = groups < num_groups
-        other = inside & ~(tl.load(group_max + groups, mask=inside, other=float("-inf")) > low)
-        mass_hi += tl.exp(tl.load(lse_hi + groups, mask=other, other=float("-inf")) - reference)
-        mass_lo += tl.exp(tl.load(lse_lo + groups, mask=other, other=float("-inf")) - reference)
+        _, most, least = _masses(group_max, lse_hi, lse_lo, low, reference, groups, num_groups)
+        mass_hi += most
+        mass_lo += least
     return tl.split(tl.sum(tl.join(mass_hi, mass_lo), axis=0))
 
 
@@ -590,10 +600,7 @@ def _choose_wide_groups(
 def _width(group_max, lse_hi, lse_lo, low, reference, groups, num_groups):
     """The difference between the most and the least mass of groups, infinite where one of them is; -inf for groups with
     a rescored logit above ``low``."""
-    inside = groups < num_groups
-    other = inside & ~(tl.load(group_max + groups, mask=inside, other=float("-inf")) > low)
-    most = tl.exp(tl.load(lse_hi + groups, mask=other, other=float("-inf")) - reference)
-    least = tl.exp(tl.load(lse_lo + groups, mask=other, other=float("-inf")) - reference)
+    other, most, least = _masses(group_max, lse_hi, lse_lo, low, reference, groups, num_groups)
     width = most - least
     return tl.where(other, tl.where(width >= 0.0, width, float("inf")), float("-inf"))
 
