@@ -549,7 +549,8 @@ def traffic(results: Results) -> pd.DataFrame | None:
     for row in [*results.rows("traffic"), *cold]:
         load = f"{row['clients']:,} clients" if row["clients"] else "80 % of saturation"
         name = "mixed requests" if row["sampling"] == "mix" else title(row["sampling"])
-        cells.setdefault((row["model"], load + row.get("cold", ""), name), {})[row["backend"]] = row
+        model = f"{row['model']}, {row['pp']} stages" if "pp" in row else row["model"]
+        cells.setdefault((model, load + row.get("cold", ""), name), {})[row["backend"]] = row
     head = ["stock → ours", "tokens/s", "ratio (99 % interval; pairs)", "first token, ms: P50; P99"]
     head += ["between tokens, ms: P50; P99", "host, µs per step", "replayed", "late captures, compilations"]
     lines = []

@@ -16,7 +16,8 @@ the compared tokens over their time. Poisson arrivals are compared by pairs of w
 interval of the ratio of tokens per second is 2 % wide, and after ``--seconds`` at the latest. Clients run on a quarter
 of the cores and servers on the others. Percentiles are medians over windows; gaps are those of requests that stream
 each token (about 8 at a time, the others stream every 16th), and a chunk with several tokens is one gap. ``itl_ratio``
-has the ratios of their percentiles, by pairs of windows, with 99 % intervals.
+has the ratios of their percentiles, by pairs of windows, with 99 % intervals. ``--pp``: pipeline stages of each server,
+one GPU for each, and as many micro-batches; its rows say so.
 
 traffic  servers that are under way, after requests of each kind
 cold     the first ``--cold-seconds`` of traffic of servers with empty Triton caches, ours with an empty FlashInfer
@@ -42,6 +43,7 @@ from lab.servers import server_on_this_machine
 from serve import versions
 from servers import check_server_options, server_options
 
+from sgl_flashsample.sglang.support import RANKS_VARIABLE
 from sgl_flashsample.tools import markov, traffic
 from sgl_flashsample.tools.bench import COUNTERS_EVERY, OURS, STOCK, Load, check_active, generate
 from sgl_flashsample.tools.samplings import SAMPLINGS
@@ -76,6 +78,7 @@ class ModelRun:
 
     def __init__(self, name: str, options: Any, result: Result, started: float) -> None:
         self.name, self.options, self.result, self._started = name, options, result, started
+        self.model = {"model": name} | ({"pp": options.pp} if options.pp > 1 else {})  # of a row
         vocab = markov.SIZES[name].vocab_size
         self.ids = range(vocab // 10, 9 * vocab // 10)
         self.most = max([*options.clients, *([SATURATING] * (POISSON in options.arrivals and not DRY_RUN))])
@@ -121,6 +124,8 @@ class ModelRun:
         caches = {"TRITON_CACHE_DIR": str(model.parent / f"triton-{label}")} if cold else {}
         if cold and label == OURS:
             caches["FLASHINFER_WORKSPACE_BASE"] = str(model.parent / "flashinfer")
+        stages = ["--pp-size", str(self.options.pp)] if self.options.pp > 1 else []
+        several = {RANKS_VARIABLE: "1"} if stages else {}
         on_gpu = torch.cuda.is_available()
         graphs = ["--cuda-graph-max-bs-decode", str(min(self.most, GRAPHS_UP_TO))]
         limits = ["--max-running-requests", str(self.most), "--mem-fraction-static", str(self.options.memory_share)]
@@ -130,8 +135,8 @@ class ModelRun:
             backend=OURS if label == OURS else "flashinfer" if on_gpu else "pytorch",
             log=self.options.logs / f"{self.name}-{label}{'-cold' * cold}.log",
             # On a GPU as users have them: bringing the counters up to date takes time of a step.
-            environment=(COUNTERS_EVERY if DRY_RUN else {}) | caches | self.options.set,
-            gpu_arguments=(*GPU_ARGUMENTS, *graphs, *limits),
+            environment=(COUNTERS_EVERY if DRY_RUN else {}) | several | caches | self.options.set,
+            gpu_arguments=(*GPU_ARGUMENTS, *stages, *graphs, *limits),
         )
 
     def _check_capacity(self, server: Server) -> None:
@@ -158,7 +163,7 @@ class ModelRun:
                         for cell in () if cold else self.cells(servers, clients):
                             self._add(cell)
             except (ServerError, OSError, EOFError) as error:
-                self.result.miss(error, section=section, **({"head": self.name} if cold else {"model": self.name}))
+                self.result.miss(error, section=section, **({"head": self.name} if cold else self.model))
                 print(f"logs are in {self.options.logs}", flush=True)
 
     def _plans(self) -> list[Plan]:
@@ -168,7 +173,7 @@ class ModelRun:
         return closed * (CLOSED in self.options.arrivals) + poisson * (POISSON in self.options.arrivals)
 
     def _gap(self, plan: Plan) -> dict[str, Any]:
-        about = {"model": self.name, "clients": plan.clients or None}
+        about = self.model | {"clients": plan.clients or None}
         return about | {"arrivals": plan.arrivals, "sampling": plan.sampling}
 
     def cells(self, servers: dict[str, Server], clients: Clients) -> Iterator[traffic.TrafficCell]:
@@ -192,9 +197,11 @@ class ModelRun:
     def _rate(self, sampling: str, servers: dict[str, Server], clients: Clients) -> float:
         """Requests per second: ``LOADED`` of what stock has answered, or answers now, with many clients."""
         rates = self.result.env.setdefault("poisson_requests_s", {})
-        if (key := f"{self.name} {sampling}") not in rates:
-            about = {"model": self.name, "sampling": sampling, "arrivals": CLOSED, "backend": STOCK}
-            seen = [row for row in self.result.rows if about.items() <= row.items() and row["clients"] >= SATURATING]
+        stages = f", {self.options.pp} stages" if self.options.pp > 1 else ""
+        if (key := f"{self.name} {sampling}{stages}") not in rates:
+            about = {"pp": None} | self.model | {"sampling": sampling, "arrivals": CLOSED, "backend": STOCK}
+            alike = [row for row in self.result.rows if all(row.get(name) == value for name, value in about.items())]
+            seen = [row for row in alike if row["clients"] >= SATURATING]
             if not seen and STOCK not in servers:
                 raise ServerError("the rate that saturates stock is not known")
             if not seen:
@@ -220,13 +227,13 @@ class ModelRun:
     def _cold(self, servers: dict[str, Server], clients: Clients) -> None:
         plan = Plan(self.options.samplings[0], self.ids, self.options.clients[-1])
         cell = traffic.measure_first(servers, clients, plan, self.options.cold_seconds)
-        rows = [{"model": self.name} | row for row in cell.rows()]
+        rows = [self.model | row for row in cell.rows()]
         print(f"{self._about(cell)}, cold: {cell.line()}", flush=True)
         self.result.put("cold", {"seconds": self.options.cold_seconds, "rows": rows}, self.name)
 
     def _add(self, cell: traffic.TrafficCell) -> None:
         print(f"{self._about(cell)}: {cell.line()}, {self.left:.0f} s left", flush=True)
-        self.result.add([{"model": self.name} | row for row in cell.rows()])
+        self.result.add([self.model | row for row in cell.rows()])
 
     def _about(self, cell: traffic.TrafficCell) -> str:
         load = f"{cell.plan.clients} clients" if cell.plan.clients else f"{cell.plan.rate:.1f} requests/s"
@@ -246,6 +253,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seconds", type=float, default=4.0 if DRY_RUN else 60.0, help="of a cell, at most")
     parser.add_argument("--window", type=float, default=0.5 if DRY_RUN else traffic.WINDOW, help="seconds")
     parser.add_argument("--cold-seconds", type=float, default=3.0 if DRY_RUN else 60.0)
+    parser.add_argument("--pp", type=int, default=1, help="pipeline stages of each server, one GPU for each")
     parser.add_argument("--sequential", action="store_true", help="one server after the other, each with the whole GPU")
     server_options(parser, "flashsample-traffic", memory_share=0.9)
 
@@ -261,6 +269,7 @@ def prepare(options: Any) -> None:
         ("--window", [options.window], 0.1),
         ("--seconds", [options.seconds], 4 * options.window),
         ("--cold-seconds", [options.cold_seconds], 1),
+        ("--pp", [options.pp], 1),
     ):
         if min(values) < least:
             raise ValueError(f"{name} is {min(values):g}; expected {least:g} or more")
@@ -283,7 +292,7 @@ def run(options: Any, result: Result) -> int:
     return result.close()
 
 
-PLACE = ("model", "clients", "arrivals", "sampling", "backend")
+PLACE = ("model", "pp", "clients", "arrivals", "sampling", "backend")
 BENCHMARKS = {
-    "traffic": Benchmark(__doc__, run, add_options, prepare, ("traffic", "cold"), ("traffic",), PLACE, PLACE[1:])
+    "traffic": Benchmark(__doc__, run, add_options, prepare, ("traffic", "cold"), ("traffic",), PLACE, PLACE[2:])
 }

@@ -635,12 +635,13 @@ def test_moving_traffic_to_real_servers_has_rows_of_every_kind_of_cell(dry_run, 
         ({"clients": [4, 0]}, "--clients is 0; expected 1 or more"),
         ({"window": 0.0}, "--window is 0; expected 0.1 or more"),
         ({"seconds": 1.0, "window": 1.0}, "--seconds is 1; expected 4 or more"),
+        ({"pp": 0}, "--pp is 0; expected 1 or more"),
         ({"set": ["A"]}, r"--set is \['A'\]; expected NAME=VALUE"),
     ],
 )
 def test_options_of_moving_traffic_that_do_not_fit_are_named(load, changes, message):
     options = types.SimpleNamespace(models=None, clients=None, samplings=None, arrivals=None, fast=False, set=[])
-    vars(options).update({"window": 3.0, "seconds": 60.0, "cold_seconds": 60.0} | changes)
+    vars(options).update({"window": 3.0, "seconds": 60.0, "cold_seconds": 60.0, "pp": 1} | changes)
     with pytest.raises(ValueError, match=message):
         load("traffic").prepare(options)
 
@@ -678,15 +679,17 @@ def test_a_page_of_moving_traffic_has_the_interval_and_what_a_server_does_not_co
         ours | {"tokens_s": 900.0, "ratio": {"of": 0.9, "low": None, "high": None, "windows": 2, "segments": 0}},
     ]
     env = {"device": "H", "not_run": []}
-    data = {"env": env, "runs": [{"command": "c", "date": "d"}], "rows": [row, ours]}
+    stages = [side | {"pp": 2} for side in (row, ours)]
+    data = {"env": env, "runs": [{"command": "c", "date": "d"}], "rows": [row, ours, *stages]}
     data["sections"] = {"cold": {"m": {"seconds": 60.0, "rows": cold, "command": "c", "date": "d"}}}
     (tmp_path / "h200-traffic.json").write_text(json.dumps(data))
-    lines = load("tables").SECTIONS["traffic"].markdown(tmp_path).splitlines()[-2:]
+    lines = load("tables").SECTIONS["traffic"].markdown(tmp_path).splitlines()[-3:]
     assert lines[0] == (
         "| m, 64 clients, mixed requests | 1,000 → 1,061 | 1.060 (1.052 to 1.068; 9) | 1.2 → 1.2; 1.2 → 1.2 | "
         "1.2 → 1.2; 1.2 → -; P99 ratio 1.17 (0.90 to 1.52) | 51 | 95% | 0, - |"
     )
-    assert lines[1].startswith(
+    assert lines[1] == lines[0].replace("| m,", "| m, 2 stages,")
+    assert lines[2].startswith(
         "| m, 64 clients, cold, first 60 s, mixed requests | 1,000 → 900 | 0.900 (no interval) |"
     )
 
