@@ -42,6 +42,7 @@ TUNING = {
     "replay": "measured again in a fresh process",
 }
 EXCHANGED = (151936, 4096, 64)  # V, D, B of the table
+TOLD = 4.0  # upper bound of a ratio's interval over the ratio, above which a page does not give it
 SUMMARY_BATCHES = (1, 16, 64, 256)
 SUMMARY_SAMPLINGS = ("t1", "trunc", "greedy")
 Row = dict[str, Any]
@@ -565,9 +566,11 @@ def traffic(results: Results) -> pd.DataFrame | None:
             for name in ("ttft_ms", "itl_ms")
         ]
         if gaps := ours.get("itl_ratio"):
-            times[1] += "; P99 ratio {of:.2f} ({low:.2f} to {high:.2f})".format(**gaps["p99"])
+            told = gaps["p99"]["high"] <= TOLD * gaps["p99"]["of"]
+            words = "; P99 ratio {of:.2f} " + ("({low:.2f} to {high:.2f})" if told else "(too few windows)")
+            times[1] += words.format(**gaps["p99"])
         lines.append([", ".join(cell), f"{stock['tokens_s']:,.0f} → {ours['tokens_s']:,.0f}"])
-        lines[-1] += [f"{of:.3f} ({interval})", *times]
+        lines[-1] += [f"{_figure(of, '.3f')} ({interval})", *times]
         late = ", ".join(_figure(ours[name], ".0f") for name in ("late_captures", "late_compiles"))
         lines[-1] += [_figure(ours["host_us"], ".0f"), _figure(ours["replayed"], ".0%"), late]
     return listed(head, lines)
@@ -747,17 +750,16 @@ def summary_rows(results: Results) -> dict[tuple[str, str], dict[int, tuple[Row,
 
 
 def summary_serve(results: Results) -> pd.DataFrame | None:
-    """Time per output token of the smallest and the largest batch, and tokens per second of that, stock and ours. Empty
-    where a sampling was not measured with that batch."""
+    """Time per output token of the smallest and the largest batch, and tokens per second of that, stock and ours, of
+    what was measured with both."""
     lines, rows = [], summary_rows(results)
     batches = sorted({batch for by_size in rows.values() for batch in by_size})
     for (model, sampling), by_size in rows.items():
-        line, speeds = [f"{results.name}, {model}, {title(sampling)}"], ""
-        for batch in (batches[0], batches[-1]):
-            pair = by_size.get(batch)
-            line.append("" if pair is None else f"B={batch}: {pair_words(*pair)}")
-            speeds = "" if pair is None else " → ".join(f"{batch / row['tpot_us'] * 1e6:,.0f}" for row in pair)
-        lines.append([*line, speeds])
+        if {batches[0], batches[-1]} <= by_size.keys():
+            pairs = {batch: by_size[batch] for batch in (batches[0], batches[-1])}
+            times = [f"B={batch}: {pair_words(*pair)}" for batch, pair in pairs.items()]
+            speeds = [f"{batches[-1] / row['tpot_us'] * 1e6:,.0f}" for row in pairs[batches[-1]]]
+            lines.append([f"{results.name}, {model}, {title(sampling)}", *times, " → ".join(speeds)])
     head = ["µs per token, stock → ours (ratio; larger spread)", "smallest batch", "largest batch"]
     return listed([*head, "tokens/s of the largest batch"], lines)
 

@@ -194,9 +194,9 @@ class TrafficCell:
 
     def rows(self) -> list[dict[str, Any]]:
         """For a result file, one per server. tokens_s, spread: ``speed``; times are medians of the windows. ratio: of
-        tokens per second, with the bounds of its 99 % interval (None without ``ratio``), the windows of both servers,
-        and the segments of their compared work (0 where windows are compared). itl_ratio: of the times between tokens,
-        by percentile, where there are two pairs of windows."""
+        tokens per second (None where stock answered nothing), with the bounds of its 99 % interval (None without
+        ``ratio``), the windows of both servers, and the segments of their compared work (0 where windows are compared).
+        itl_ratio: of the times between tokens, by percentile, where there are two pairs of windows."""
         rows: list[dict[str, Any]] = []
         for label, windows in self.windows.items():
             tokens_s, spread = self.speed(label)
@@ -208,11 +208,12 @@ class TrafficCell:
                     seen = [each[place] for each in values if each]
                     row[f"{name}_p{percent}"] = round(statistics.median(seen), 3) if seen else None
             rows.append(row | self.figures.get(label, dict.fromkeys(FIGURES)))
-        of, low, high = rows[1]["tokens_s"] / max(1e-9, rows[0]["tokens_s"]), None, None
+        stock, ours = (row["tokens_s"] for row in rows)
+        of, low, high = round(ours / stock, 4) if stock else None, None, None
         if (ratio := self.ratio) is not None:
             of, low, high = bounds_of(ratio)
         counts = {"windows": sum(map(len, self.windows.values())), "segments": len(self.segments.get(OURS, ()))}
-        rows[1]["ratio"] = {"of": round(of, 4), "low": low, "high": high} | counts
+        rows[1]["ratio"] = {"of": of, "low": low, "high": high} | counts
         rows[1]["itl_ratio"] = {
             f"p{percent}": dict(zip(("of", "low", "high"), bounds_of(one), strict=True))
             for percent, one in self.gap_ratios.items()

@@ -112,6 +112,12 @@ def cell_of(stock: list[float], ours: list[float]) -> traffic.TrafficCell:
     return traffic.TrafficCell(POISSON, windows, {})
 
 
+def test_a_server_that_answered_nothing_has_no_ratio():
+    stock, ours = cell_of([0.0], [900.0]).rows()
+    assert (stock["tokens_s"], ours["tokens_s"]) == (0.0, 900.0)
+    assert (ours["ratio"]["of"], ours["ratio"]["low"]) == (None, None)
+
+
 def test_the_interval_of_windows_is_that_of_the_t_distribution():
     r = random.Random(3)
     stock = [1000 * math.exp(r.gauss(0, 0.03)) for _ in range(9)]
