@@ -23,7 +23,7 @@ from ..dispatch import DENSE_ROWS, DispatchTable
 from ..exit_codes import FAILED, OK
 from ..files import write_whole
 from ..kernels.config import ScreenConfig
-from ..kinds import BATCH_KINDS, KIND_NAMES, BatchKind, Config, path_of
+from ..kinds import BATCH_KINDS, KIND_NAMES, MIN_RACED_BYTES, BatchKind, Config, path_of
 from ..switches import FILE_VARIABLE, text
 from ..tables.lookup import (
     COMPARED,
@@ -215,15 +215,18 @@ def explain(
     traits, dispatch = traits_of(device, head), None
     if table_file is not None and traits is not None:
         dispatch, _ = dispatch_of(table_file, target, traits)
-    # A server with default settings has a screen where a tuned table says that it wins; a batch that cannot have it
-    # (logprobs, a large top-k) is of the kinds without one.
-    screened = dispatch is not None and dispatch.screened_rows(DENSE_ROWS, measured=True) > 0
+    # A server with default settings has a screen where a tuned table says that it wins, or a race at its start; a batch
+    # that cannot have it (logprobs, a large top-k) is of the kinds without one.
+    raced = traits is not None and not (table_file is not None and table_file.knows_screens)
+    raced = raced and not head.is_quantised and head.num_bytes >= MIN_RACED_BYTES
+    screened = dispatch is not None and not raced and dispatch.screened_rows(DENSE_ROWS, measured=True) > 0
     kinds = [each for each in BATCH_KINDS if screened or not each.screen] if kind is None else [KIND_NAMES[kind]]
     kinds.sort(key=lambda each: not each.screen)
     batches = [_explained(table_file, dispatch, target, rows, each) for each in kinds]
     if as_json:
         about = {name: table_file and getattr(table_file, name) for name in ("file", "match", "source")}
-        answer = {"rows": rows, **about, "screen": screened, "batches": batches, "warnings": warnings}
+        screens = {"screen": screened, "screen_raced": raced}
+        answer = {"rows": rows, **about, **screens, "batches": batches, "warnings": warnings}
         print(json.dumps(answer, indent=2))
         return
     console = _Output()
@@ -240,6 +243,9 @@ def explain(
         _print_batch(console, batches[0])
         return
     with_screen = "keeps a screen, for this table says that it wins" if screened else "keeps no screen"
+    if raced:
+        because = "there is no table" if table_file is None else f"this table is {table_file.match}"
+        with_screen = f"races a screen at its start, for {because}"
     console.print(f"batch     {rows} rows; a server with default settings {with_screen}")
     lines = [(b["kind"], f"{b['us']:.1f}" if b.get("us") else "", str(b["takes"]), b["why"]) for b in batches]
     console.print(_grid(("kind", "us", "takes", "why"), lines, ("kind", "takes", "why")))

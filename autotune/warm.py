@@ -53,8 +53,8 @@ def warm(
     """Compile for ``device``, which need not be here. The process can launch nothing afterwards.
 
     file: the tuned table, None for the one that a server finds. screened: also the kernels of screened batches, where
-    the table takes that path, or where a server without a table tries it; none of a quantised head. max_rows: rows of
-    the largest batch. step: called after each kernel.
+    the table takes that path, or where a server without a fresh table tries it; none of a quantised head. max_rows:
+    rows of the largest batch. step: called after each kernel.
     """
     major, minor = map(int, device.cc.split("."))
     pretend_gpu(Gpu((major, minor), device.sms))
@@ -64,7 +64,7 @@ def warm(
     heads = [head, first_ids(head, MAX_IDS)]
     table = resolved.dispatch
     screened = screened and unsupported_head(head) is None
-    if screened and resolved.table_file is None and unsupported_race(head) is None:
+    if screened and not resolved.knows_screens and unsupported_race(head) is None:
         table = candidates(table, raced_kinds(head))  # a server races them at its start
     rows = table.screened_rows(max_rows) if screened else 0
     parts = [Parts.of(one, UnwrittenScreen(one, max(rows, CHECKED_ROWS)) if rows else None, table) for one in heads]

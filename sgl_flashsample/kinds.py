@@ -30,6 +30,10 @@ class SamplingPath(enum.StrEnum):
 # 2-byte weights.
 MAX_SCREENED_ROWS = 64
 
+# Bytes of the smallest head whose screen is raced without a table. Smaller ones are read from memory in less time than
+# the launches of a screen take, and stay in the cache of a large GPU in part.
+MIN_RACED_BYTES = 250_000_000
+
 # The paths that draw the same token for the same logits, with their configurations.
 CONFIGS: dict[SamplingPath, type[Config]] = {
     SamplingPath.FUSED: TileConfig,

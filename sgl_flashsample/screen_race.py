@@ -24,14 +24,11 @@ from .dispatch import DispatchTable
 from .kernels.config import ScreenConfig
 from .kernels.params import BatchParams, LMHead, Truncation
 from .kernels.workspace import Workspace
-from .kinds import BATCH_KINDS, KIND_NAMES, MAX_SCREENED_ROWS, BatchKind, Config, SamplingPath
+from .kinds import BATCH_KINDS, KIND_NAMES, MAX_SCREENED_ROWS, MIN_RACED_BYTES, BatchKind, Config, SamplingPath
 from .paths import Parts, launch, on_device_of, slots_for
 from .selfcheck import CHUNK_IDS, edits_of_every_kind
 from .tables.lookup import bucket_for, ranges_of
 
-# Smaller heads are read from memory in less time than the launches of a screen take, and stay in the cache of a large
-# GPU in part.
-MIN_HEAD_BYTES = 250_000_000
 SIZES = (1, 2, 4, 8, 16, 32, 64)
 # Rows of the largest batch that is raced, by kind. Larger truncated batches leave most of the head to rescore, and
 # larger edited ones are no faster: neither is worth the compilation of its kernels at each start.
@@ -182,7 +179,7 @@ class Outcome:
 def unsupported_race(head: LMHead) -> str | None:
     """Why ``head`` is not raced, and has no screen without a tuned table; None where it is."""
     size = head.vocab_size * head.weight.shape[1] * head.weight.element_size()
-    if size >= MIN_HEAD_BYTES:
+    if size >= MIN_RACED_BYTES:
         return None
     return f"no tuned table says that it is faster here, and a head of {size:,} bytes is too small for it to be"
 

@@ -53,8 +53,8 @@ class HeadState:
     head: this rank's part, as of the last ``update``; it has a screen while that serves. exchange: the exchange with
     the ranks that hold the rest; None where the head is whole. whole_rows: the kernels cannot draw from the parts of
     these ranks, so every batch is exchanged as whole rows of logits. table_file: the tuned table of ``head``, or None.
-    unraced: how ``head`` has no tuned table, until its screen is raced. screen_decision: the result of that race, in
-    words, or None.
+    unraced: how ``head`` has no tuned table that knows its screen, until that is raced. screen_decision: the result of
+    that race, in words, or None.
     path: the path that every batch takes after a failure. screen: the life of the screen, where the head has one.
     use_step_graphs: steps are captured as CUDA graphs. copies_tokens: each step then has tokens of its own, which stay.
     graphs: None where there are none yet, or something that they were captured with has changed. captured: hidden

@@ -481,7 +481,7 @@ class Runtime:
         for warning in resolved.warnings:
             logger.warning("flashsample: %s", warning)
         head.table = resolved.dispatch
-        races = self.screen_mode is ScreenMode.AUTO and resolved.table_file is None
+        races = self.screen_mode is ScreenMode.AUTO and not resolved.knows_screens
         races = races and unsupported_race(head.lm_head) is None
         no_screen = self._build_screen(state, max_rows, starting, races)
         head.screen = None if state.screen is None else state.screen.serving(head.lm_head)
@@ -513,8 +513,8 @@ class Runtime:
         return None
 
     def _race_screens(self, states: list[HeadState]) -> None:
-        """Race the screens of heads without a tuned table, and keep those that win: on all ranks alike. Every rank
-        calls this once, for the same heads; ranks without any, for none."""
+        """Race the screens of heads whose tables do not know them, and keep those that win: on all ranks alike. Every
+        rank calls this once, for the same heads; ranks without any, for none."""
         raced = []
         for state in states:
             outcome: Any = NOT_RACED

@@ -35,7 +35,7 @@ logger = logging.getLogger("sgl_flashsample")
 class ScreenMode(enum.StrEnum):
     """The choice of the server's user."""
 
-    AUTO = "auto"  # a screen where a tuned table has measured that it is faster; without a table, where a race has
+    AUTO = "auto"  # a screen where a tuned table has measured that it is faster; without a fresh one, where a race has
     ON = "on"  # also where only the built-in choice is the screened path
     OFF = "off"
 

@@ -81,6 +81,12 @@ class TableFile:
     match: Match
     differs: tuple[str, ...] = ()
 
+    @property
+    def knows_screens(self) -> bool:
+        """It says for which batches a screen is faster. A table that is stale, of other versions or of another GPU does
+        not: servers race their screens (``screen_race.py``)."""
+        return self.match in FRESH
+
 
 @dataclasses.dataclass(frozen=True)
 class ResolvedTable:
@@ -94,8 +100,13 @@ class ResolvedTable:
     warnings: tuple[str, ...]
     evidence: str = ""
 
+    @property
+    def knows_screens(self) -> bool:
+        """The table says for which batches a screen is faster."""
+        return self.table_file is not None and self.table_file.knows_screens
+
     def line(self, screen: str = "") -> str:
-        """One line for a log. screen: how batches without a table use a screen, in words."""
+        """One line for a log. screen: how batches use a screen that was raced, in words."""
         file = self.table_file
         if file is None:
             choices = f"built-in kernel settings{f' ({self.evidence})' if self.evidence else ''}"
@@ -110,6 +121,7 @@ class ResolvedTable:
             f"tuned table {file.file} (match of GPU, LM head and versions: {match}; from: {file.source}): tuned kernel "
             f"settings for {len(table.entries)} batch sizes; built-in ones for {confirmed} others, where they measured "
             f"fastest; built-in ones without a measurement: {'; '.join(self._unmeasured()) or 'for none'}{flashinfer}"
+            f"{f'; {screen}' if screen else ''}"
         )
 
     def _unmeasured(self) -> Iterator[str]:

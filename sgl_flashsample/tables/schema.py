@@ -97,6 +97,10 @@ class HeadShape(_Struct, frozen=True, omit_defaults=False):
         """True for a head with a scale per row, whose hidden states have another dtype."""
         return self.dtype == "e4m3"
 
+    @property
+    def num_bytes(self) -> int:
+        return self.vocab * self.hidden * ITEMSIZE[self.dtype]
+
     def __post_init__(self) -> None:
         if self.dtype not in ITEMSIZE:
             raise ValueError(f"dtype is {one_line(ascii(self.dtype))}; expected one of {', '.join(DTYPES)}")

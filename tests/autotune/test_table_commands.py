@@ -297,11 +297,13 @@ def test_explain_finds_the_table_that_a_server_would(command, tmp_path, monkeypa
     assert code == 0
     assert f"table     none: {TABLE.file_name} is not in {tmp_path / 'cache' / 'flashsample'}, " in out
     assert "the built-in choice, without a table" in out
+    assert "a server with default settings races a screen at its start, for there is no table" in out
     folder = tmp_path / "cache" / "flashsample"
     folder.mkdir(parents=True)
     put(folder / TABLE.file_name, changed(TABLE, "plain", 1, code=""))
     _, out, _ = command(*ask)
     assert f"table     {folder / TABLE.file_name} (stale: " in out and NO_CODE in out
+    assert "a server with default settings races a screen at its start, for this table is stale" in out
     assert "the user's cache)" in out and FUSED in out
     (tmp_path / "bad").mkdir()
     (tmp_path / "bad" / TABLE.file_name).write_text("{")

@@ -22,7 +22,7 @@ from sgl_flashsample.screen import Screen
 from sgl_flashsample.screen_race import (
     MAX_SECONDS,
     MIN_GAIN,
-    MIN_HEAD_BYTES,
+    MIN_RACED_BYTES,
     MOST_ROWS,
     ROUNDS,
     SIZES,
@@ -156,7 +156,7 @@ def test_a_shard_is_raced_without_truncations():
 def test_heads_below_the_least_size_are_not_raced(vocab, hidden, dtype, raced):
     size = vocab * hidden * dtype.itemsize
     reason = unsupported_race(LMHead(torch.empty(vocab, hidden, dtype=dtype, device="meta")))
-    assert (reason is None) is raced is (size >= MIN_HEAD_BYTES)
+    assert (reason is None) is raced is (size >= MIN_RACED_BYTES)
     assert raced or reason.endswith(f"and a head of {size:,} bytes is too small for it to be")
 
 

@@ -177,7 +177,7 @@ def races(times: tuple[float, float] | None) -> Iterator[None]:
         return [[microseconds] * rounds for microseconds in times or out_of_memory()]
 
     given = mock.patch.object(HeadState, "stopwatch", lambda state: stopwatch)
-    with given, mock.patch.object(screen_race, "MIN_HEAD_BYTES", 0):
+    with given, mock.patch.object(screen_race, "MIN_RACED_BYTES", 0):
         yield
 
 

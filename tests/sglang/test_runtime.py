@@ -39,6 +39,7 @@ from tuned_tables import table_for_this_machine
 from sgl_flashsample import __version__, paths, screen_race
 from sgl_flashsample.defaults import HeadTraits
 from sgl_flashsample.dispatch import DispatchTable, default_table
+from sgl_flashsample.kernels.config import ScreenConfig
 from sgl_flashsample.kernels.params import LMHead
 from sgl_flashsample.kernels.rng import NOISE_ABI
 from sgl_flashsample.kernels.workspace import ScreenCounter
@@ -984,7 +985,7 @@ def test_a_screen_that_finds_no_memory_leaves_the_head_without_one(starting, dev
     assert line.endswith("small batches), same tokens: OutOfMemoryError: no memory")
 
 
-# Screens of heads without a tuned table.
+# Screens of heads without a tuned table that knows them.
 
 
 class GivenTimes:
@@ -1009,7 +1010,7 @@ def stopwatch(monkeypatch) -> GivenTimes:
     """Times the heats of all races, which also small heads are in."""
     given = GivenTimes()
     monkeypatch.setattr(HeadState, "stopwatch", lambda state: given)
-    monkeypatch.setattr(screen_race, "MIN_HEAD_BYTES", 0)
+    monkeypatch.setattr(screen_race, "MIN_RACED_BYTES", 0)
     return given
 
 
@@ -1101,11 +1102,27 @@ def test_a_head_with_a_table_and_one_below_the_least_size_are_not_raced(
     _, _, lm_head = tuned_file
     assert prepared(starting, lm_head).screen is None
     monkeypatch.delenv(lookup.FILE_VARIABLE)
-    monkeypatch.setattr(screen_race, "MIN_HEAD_BYTES", 10**6)
+    monkeypatch.setattr(screen_race, "MIN_RACED_BYTES", 10**6)
     with caplog.at_level(logging.INFO, "sgl_flashsample"):
         starting.prepare_model(Model(make_head(weights(device)), vocab_size=600))
     assert all(state.screen is None for state in starting.heads) and stopwatch.heats == 0
     assert any("is too small for it to be" in record.message for record in caplog.records)
+
+
+def test_a_stale_table_keeps_its_other_choices_and_the_screen_is_raced(
+    starting, device, stopwatch, tuned_file, monkeypatch, caplog
+):
+    _, table, lm_head = tuned_file
+    monkeypatch.setattr(lookup, "known_stale", lambda table: ["the built-in choices have changed since"])
+    with caplog.at_level(logging.INFO, "sgl_flashsample"):
+        state = prepared(starting, lm_head)
+    choices = next(line for line in lines_of(caplog) if ": tuned kernel settings for " in line)
+    assert "versions: stale: the built-in choices have changed since; " in choices
+    assert "; screen used for plain 1-" in choices and ", measured in " in choices
+    assert state.screen is not None and stopwatch.heats
+    assert isinstance(state.head.table.lookup(1, PLAIN.screened), ScreenConfig)
+    (entry,) = [entry for entry in table.entries if entry.rows == 1]
+    assert state.head.table.lookup(1, PLAIN) == entry.configuration
 
 
 def test_a_screen_without_room_in_the_memory_is_not_raced(starting, device, stopwatch, monkeypatch, caplog):
