@@ -186,7 +186,8 @@ class Decider:
         for kind in plan.kinds:
             for rows in plan.sizes_of(kind):
                 if rows not in self._decided(kind):
-                    yield plan.default(rows, kind), kind
+                    for config in (plan.default(rows, kind), *plan.on_request(rows, kind)):
+                        yield config, kind
                     yield self._unscreened(kind, rows), kind
 
     def jobs(self) -> Iterable[Job]:
@@ -261,7 +262,8 @@ class Decider:
         # Seconds: an equal share of the time that is left.
         allotted = len(self.context.gpus.processes) * max(0.0, self.context.left()) / max(1, plan.races - self.done)
         default, neighbour = plan.default(rows, kind), self._neighbour(kind, rows)
-        entered = [default, *finalists, *([neighbour] if neighbour is not None else [])]
+        entered = [default, *plan.on_request(rows, kind), *finalists]
+        entered += [neighbour] if neighbour is not None else []
         if kind.screen:  # a screen must beat this choice to earn its memory
             entered.append(self._unscreened(kind, rows))
         configs = {key_of(config): config for config in entered if not self._is_refused(config, kind)}

@@ -8,7 +8,15 @@ import itertools
 import os
 from collections.abc import Iterable
 
-from ..defaults import LEAST_E4M3, HeadTraits, all_configs, default_config, defaults_digest, family_of
+from ..defaults import (
+    LEAST_E4M3,
+    HeadTraits,
+    all_configs,
+    default_config,
+    defaults_digest,
+    family_of,
+    on_request_configs,
+)
 from ..kernels.config import GROUP_SIZE, MIN_CHUNK, ReadConfig, ScreenConfig, TileConfig, cdiv
 from ..kernels.int8_head import MAX_HIDDEN
 from ..kinds import KIND_NAMES, MAX_SCREENED_ROWS, BatchKind, Config, SamplingPath, path_of
@@ -200,7 +208,17 @@ class Plan:
 
     def default(self, rows: int, kind: BatchKind) -> Config:
         """The built-in choice, as its launcher runs it."""
-        config = default_config(HeadTraits.of_shape(self.head, self.family), rows, kind)
+        return self._launched(default_config(self._traits, rows, kind))
+
+    def on_request(self, rows: int, kind: BatchKind) -> list[Config]:
+        """The built-in choices that only callers who ask for their path get, as their launchers run them."""
+        return [self._launched(config) for config in on_request_configs(self._traits, rows, kind)]
+
+    @property
+    def _traits(self) -> HeadTraits:
+        return HeadTraits.of_shape(self.head, self.family)
+
+    def _launched(self, config: Config) -> Config:
         if isinstance(config, TileConfig) and not self.limits.tma:
             return dataclasses.replace(config, tma=False, hidden_tma=False)
         return config

@@ -150,9 +150,21 @@ def default_config_on(traits: HeadTraits, path: SamplingPath, num_rows: int, kin
     """The built-in configuration of a batch of ``num_rows`` rows on this path."""
     if traits.family == INTERPRETED:
         return _interpreted(traits, path, num_rows)
+    return _serving_on(traits, path, num_rows, kind).configuration
+
+
+def on_request_configs(traits: HeadTraits, num_rows: int, kind: BatchKind) -> list[Config]:
+    """The built-in configurations of a batch of ``num_rows`` rows that only callers who ask for their path get."""
+    paths = [SamplingPath.SCREENED] if kind.screen else [SamplingPath.FUSED]
+    if traits.has_gemm and not kind.screen:
+        paths.append(SamplingPath.LOGITS)
+    entries = [_serving_on(traits, path, num_rows, kind) for path in paths]
+    return [entry.configuration for entry in entries if entry.on_request]
+
+
+def _serving_on(traits: HeadTraits, path: SamplingPath, num_rows: int, kind: BatchKind) -> Entry:
     kind = kind.screened if path is SamplingPath.SCREENED else kind.unscreened
-    kind = kind._replace(greedy=kind.greedy and path is SamplingPath.LOGITS)
-    return _serving(traits, num_rows, kind, path).configuration
+    return _serving(traits, num_rows, kind._replace(greedy=kind.greedy and path is SamplingPath.LOGITS), path)
 
 
 def _serving(traits: HeadTraits, num_rows: int, kind: BatchKind, path: SamplingPath | None = None) -> Entry:

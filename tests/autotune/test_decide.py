@@ -179,6 +179,14 @@ def test_with_a_screen_what_is_fastest_without_one_races_too(tmp_path):
     assert decided.table.measure["screen"] == Plan(H200, HEAD, QUICK.effort, (1,)).screen
 
 
+@pytest.mark.parametrize("kind, rows", [(SCREENED, 64), (PLAIN, 256)], ids=["screened", "fused"])
+def test_a_built_in_choice_that_is_for_requests_alone_races_whatever_the_search_has_found(tmp_path, kind, rows):
+    (on_request,) = QUICK.on_request(rows, kind)
+    costs = {label_of(on_request, kind): {str(rows): 160.0}}
+    table = Decided(tmp_path, [kind], sizes=(rows,), costs=costs).table
+    assert table.entry(str(kind), rows).configuration == on_request != QUICK.default(rows, kind)
+
+
 @pytest.mark.parametrize("us, taken", [(150.0, True), (299.0, False)])
 @pytest.mark.parametrize("fault", [None, "biased"])
 def test_flashinfer_is_chosen_only_where_it_was_allowed_is_certainly_faster_and_draws_right(tmp_path, us, taken, fault):
