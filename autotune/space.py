@@ -114,11 +114,12 @@ FIRST_TILES = {
     128: ((128, 64, 8, 1), (64, 128, 8, 1), (128, 128, 8, 1), (256, 64, 8, 1)),
 }
 # The first tiles of an E4M3 head: its weights have half the bytes, so tiles are twice as long for as many bytes in
-# flight. Beyond 16 rows, a tile of more ids reads the hidden states less often.
+# flight. Beyond 16 rows, a tile of more ids reads the hidden states less often; at 64, a second program may multiply
+# while the first one converts.
 FIRST_QUANTISED_TILES = {
     16: ((64, 256, 4, 2), (128, 128, 4, 2), (128, 256, 8, 1), (256, 128, 8, 1), (64, 128, 4, 2)),
     32: ((64, 256, 4, 2), (128, 256, 8, 1), (128, 128, 8, 1), (128, 128, 4, 2), (256, 128, 8, 1)),
-    64: ((256, 64, 8, 1), (128, 128, 8, 1), (256, 128, 8, 1), (128, 256, 8, 1), (64, 256, 8, 1), (64, 256, 4, 1)),
+    64: ((256, 64, 8, 1), (128, 128, 8, 1), (128, 128, 4, 2), (64, 128, 4, 2), (128, 64, 4, 2), (64, 256, 8, 1)),
     128: ((128, 64, 8, 1), (64, 128, 8, 1), (128, 128, 8, 1), (64, 64, 8, 1)),
 }
 FIRST_READERS = ("1x1024x1", "1x512x1", "2x512x1", "1x1024x2")

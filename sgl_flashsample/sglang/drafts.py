@@ -28,8 +28,9 @@ from ..kernels.params import BatchParams
 from ..selfcheck import MAX_COMPILED_ROWS
 from ..switches import DRAFTS_VARIABLE, word
 from .batch import Batch, batch_of, routing_of
+from .find_heads import processors_of
 from .lazy_logits import DraftLogits, LazyLogits, plain
-from .runtime import Runtime, processors_of
+from .runtime import Runtime
 from .support import draft_model_has_its_own_head, unsupported_drafts
 
 logger = logging.getLogger("sgl_flashsample")

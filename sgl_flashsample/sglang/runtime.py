@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import logging
 import time
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import msgspec
@@ -31,6 +30,7 @@ from .arrivals import Arrivals
 from .batch import Batch, Routing
 from .draw import PREPARES_NOTHING, prepare_next
 from .exchange import Exchange, RankSync
+from .find_heads import heads_of, processors_of
 from .head import GraphInputs, HeadState
 from .metrics import Metrics
 from .model_graph import ExtraRoot
@@ -298,7 +298,7 @@ class Runtime:
         prepared: dict[tuple[int, int], HeadState | str] = {}
         failure = None
         try:
-            for processor, lm_head in _heads_of(model) if self.settings.last_stage else ():
+            for processor, lm_head in heads_of(model) if self.settings.last_stage else ():
                 key = (id(processor), id(lm_head))
                 prepared[key] = self._heads.get(key) or self._prepare(processor, lm_head, starting=True)
         except Exception as error:  # the other ranks wait for an answer
@@ -638,7 +638,7 @@ class Runtime:
             return None
         if self.all_native_reason is not None or not self.heads:
             return self.all_native_reason or LATE_HEAD
-        pairs = list(_heads_of(draft_model))
+        pairs = list(heads_of(draft_model))
         if len(pairs) != 1:
             return f"the draft model shows {len(pairs)} LM heads; expected 1"
         if any(state.lends_weight_alone(pairs[0][1]) for state in self.heads):
@@ -725,22 +725,6 @@ class Runtime:
         except Exception as error:  # steps capture what they need
             self.prepares_steps = False
             logger.warning(PREPARES_NOTHING, f"{type(error).__name__}: {error}")
-
-
-def _heads_of(model: torch.nn.Module) -> Iterator[tuple[Any, Any]]:
-    """Each LogitsProcessor of a model with the LM head beside it."""
-    modules = dict(model.named_modules())
-    for name, processor in processors_of(model).items():
-        lm_head = getattr(modules.get(name.rpartition(".")[0]), "lm_head", None)
-        if lm_head is not None:
-            yield processor, lm_head
-
-
-def processors_of(model: torch.nn.Module) -> dict[str, Any]:
-    """Each LogitsProcessor of a model, by name."""
-    from sglang.srt.layers.logits_processor import LogitsProcessor
-
-    return {name: module for name, module in model.named_modules() if isinstance(module, LogitsProcessor)}
 
 
 def _without_failing_flashinfer(head: Head) -> DispatchTable:

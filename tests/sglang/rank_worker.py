@@ -144,7 +144,7 @@ STARTING: dict[str, Callable[[], Any]] = {
     "an unknown version": patched(settings, "sglang_version", lambda: "9.9.9"),
     "another setting": original_logprobs,
     "no configuration": patched(support, "unsupported_server"),
-    "no models": patched(runtime, "_heads_of"),
+    "no models": patched(runtime, "heads_of"),
     "a head that is not served": patched(support, "unsupported_head", lambda *arguments: "a fault"),
     "no table": patched(runtime, "resolve"),
     "a wrong token": patched(selfcheck, "difference", lambda *arguments, **options: "a fault"),
