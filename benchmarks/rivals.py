@@ -24,11 +24,10 @@ reason. Top-k and top-p are SGLang's (joint); forms that take top-k first draw f
 
 Install rivals beside the package; each is raced where it can be imported:
 
-    flashinfer, flashinfer-cluster
-                   pip install flashinfer-python==0.7.2.post1 flashinfer-cubin==0.7.2.post1
+    flashinfer     pip install flashinfer-python==0.7.2, also for flashinfer-cluster; compiles its kernels with nvcc
     sglang         pip install sglang==0.5.23
-    vllm           pip download --no-deps vllm==0.33.0, unpack the wheel, put the folder on PYTHONPATH: its kernels need
-                   no server, and an installed wheel would bring another PyTorch
+    vllm           pip download --no-deps vllm==0.33.0; unpack the wheel, with its dist-info, into a folder on
+                   PYTHONPATH. Its kernels need no server; an installed wheel would bring another PyTorch
     flashsampling  clone FlashSampling/FlashSampling from GitHub, put its src/ on PYTHONPATH; pip install nvtx; it
                    imports FlashInfer too
 
@@ -312,7 +311,7 @@ def flashsampling_forms(modules: list[Any], step: Step) -> Forms:
 
 
 _ALL = tuple(MODES)
-_FLASHINFER = "pip install flashinfer-python==0.7.2.post1 flashinfer-cubin==0.7.2.post1"
+_FLASHINFER = "pip install flashinfer-python==0.7.2"
 RIVALS = {
     "torch": Rival(("torch",), "torch", "", _ALL, torch_forms, compiles=True, needs_gpu=False),
     "flashinfer": Rival(
