@@ -645,14 +645,14 @@ def _race(
         alone = Entrant(baselines.GEMM, mode, "torch.mm(out=)", gemm)
         return [alone, *legal(entered, Law(batch, mode), session.unusual, functools.partial(result.miss, **cell))]
 
-    rows = session.race_entrants(enter, batch, rounds, cell, copies=len(ours.heads))
     try:
+        rows = session.race_entrants(enter, batch, rounds, cell, copies=len(ours.heads))
         if DEVICE.type == "cuda":
             torch.cuda.synchronize()
-    except Exception:
+    except Exception as error:  # the race records whatever else fails
         result.miss(DEVICE_LOST, **cell, path="all")
         result.write()
-        sys.exit(f"error: {DEVICE_LOST} in {cell}; --keep goes on without this cell")
+        sys.exit(f"error: {DEVICE_LOST} in {cell} ({reason_of(error)}); --keep goes on without this cell")
     result.add({name: value for name, value in row.items() if name != "sampling"} for row in ours.complete(rows, same))
 
 

@@ -25,6 +25,7 @@ import pytest
 import torch
 from serving import make_server, needs_sglang
 
+from sgl_flashsample import LMHead
 from sgl_flashsample.autotune import timing
 from sgl_flashsample.autotune.workload import make_weight, quantize_rows
 from sgl_flashsample.sglang.exchange import bytes_received
@@ -1049,6 +1050,50 @@ def test_who_draws_wrong_tokens_or_fails_is_not_raced(load, law):
     (wrong, fault), broken = gaps
     assert wrong == "x greedy: wrong" and "id 1" in fault
     assert broken == ("x greedy: broken", "RuntimeError: no kernel image")
+
+
+@no_gpu
+def test_the_path_of_a_server_with_a_table_is_marked_and_one_configuration_is_raced_once(load, monkeypatch):
+    rivals, weight = load("rivals"), make_weight(777, 48, torch.float32, torch.device("cpu"))
+    screened_rows: list[int] = []
+
+    def make() -> Any:
+        found = types.SimpleNamespace(screened_rows=lambda rows, measured: screened_rows[0])
+        monkeypatch.setattr(rivals, "resolve", lambda head: types.SimpleNamespace(table_file="x", dispatch=found))
+        ours = rivals.Ours(rivals.Shape(48, 777), [weight, weight.clone()], 3)
+        return ours, ours.entrants(rivals.Workload(ours.heads[0], 3, "typical"), "plain")
+
+    screened_rows[:] = [0]
+    ours, (entered, same) = make()
+    assert [one.path for one in entered] == ["ours-fused"] and len(ours.heads) == 2
+    assert list(same) == ["ours-picked", "ours-screened", "ours-tuned", "ours-tuned-screened"]
+    rows = ours.complete([{"path": "gemm", "us": 1.0}, {"path": "ours-fused", "us": 2.0}], same)
+    assert [(row["path"], row["us"]) for row in rows if row.get("picked")] == [("ours-tuned-screened", 2.0)]
+    assert ours.complete([{"path": "gemm", "us": 1.0}], same) == [{"path": "gemm", "us": 1.0}], "it could not be timed"
+
+    screened_rows[:] = [64]  # the table has measured that a screen is faster
+    _, (entered, same) = make()
+    assert [one.path for one in entered] == ["ours-fused", "ours-tuned-screened"]
+    assert entered[1].form.startswith("screened") and list(same) == ["ours-picked", "ours-screened", "ours-tuned"]
+
+
+def test_a_cell_in_which_a_device_fails_is_recorded_and_left_out_from_then_on(load, make_result):
+    rivals, result = load("rivals"), make_result()
+    cell = {"D": 8, "V": 64, "B": 2, "mode": "plain"}
+
+    def fail(*arguments: Any, **options: Any) -> None:
+        raise RuntimeError("an illegal memory access")
+
+    session = types.SimpleNamespace(race_entrants=fail)
+    ours = types.SimpleNamespace(heads=[LMHead(torch.zeros(64, 8))])
+    with pytest.raises(SystemExit, match=r"an illegal memory access.*--keep goes on without this cell"):
+        rivals._race(session, ours, [], cell, 3, result)
+    assert result.env["not_run"] == [cell | {"path": "all", "reason": "the device failed"}]
+    result.before["arguments"] = {"rounds": 3, "rivals": ["torch"]}
+    options = types.SimpleNamespace(heads=[rivals.head_of("8x64")], batches=[2], modes=["plain"], out="FILE")
+    options.rounds, options.rivals = 3, ["torch"]
+    with pytest.raises(SystemExit, match="FILE holds every cell already"):
+        rivals.measure(options, result)
 
 
 @pytest.mark.parametrize(
