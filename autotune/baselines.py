@@ -65,7 +65,7 @@ def baselines(
 ) -> Iterator[Baseline]:
     """Every baseline for this batch. flashinfer: ``import_flashinfer()``; None skips the baselines that need it.
     compile: ``torch.compile``, for the forms that it makes; None skips these."""
-    gemm = _Gemm(batch)
+    gemm = Gemm(batch)
     softcap, temperature = batch.softcap, batch.temperature[:, None]
     yield Baseline(GEMM, NOTHING, "torch.mm(out=)", gemm)
     # A softcap is monotone: a greedy baseline leaves it out.
@@ -117,7 +117,7 @@ def import_flashinfer() -> Any:
     return flashinfer.sampling
 
 
-class _Gemm:
+class Gemm:
     """The GEMM of one batch, and the buffers that it writes to."""
 
     def __init__(self, batch: BaselineBatch) -> None:
@@ -169,24 +169,25 @@ def _exponential_race(logits: torch.Tensor, softcap: float | None, temperature: 
 
 
 def _flashinfer_plain(flashinfer: Any, logits: Call, batch: BaselineBatch) -> Call:
-    return lambda step: flashinfer.sampling_from_logits(logits(step), **_noise(batch, step))
+    return lambda step: flashinfer.sampling_from_logits(logits(step), **flashinfer_noise(batch, step))
 
 
 def _flashinfer_truncated(flashinfer: Any, logits: Call, batch: BaselineBatch) -> Call:
     """SGLang asks for "joint". FlashInfer's default, top-k first, draws from another distribution."""
     top_k = torch.where(batch.top_k < 1, batch.weights[0].shape[0], batch.top_k)
     return lambda step: flashinfer.top_k_top_p_sampling_from_logits(
-        logits(step), top_k, batch.top_p, filter_apply_order="joint", **_noise(batch, step)
+        logits(step), top_k, batch.top_p, filter_apply_order="joint", **flashinfer_noise(batch, step)
     )
 
 
 def _flashinfer_min_p(flashinfer: Any, logits: Call, batch: BaselineBatch) -> Call:
     """FlashInfer draws with min-p from probabilities alone."""
     return lambda step: flashinfer.min_p_sampling_from_probs(
-        torch.softmax(logits(step), -1), batch.min_p, **_noise(batch, step)
+        torch.softmax(logits(step), -1), batch.min_p, **flashinfer_noise(batch, step)
     )
 
 
-def _noise(batch: BaselineBatch, step: int) -> dict[str, Any]:
-    """PyTorch's generator, FlashInfer's default, cannot be asked while a graph is captured; tensors can advance."""
+def flashinfer_noise(batch: BaselineBatch, step: int) -> dict[str, Any]:
+    """The arguments of FlashInfer's functions that hold the noise of a step. PyTorch's generator, their default, cannot
+    be asked while a graph is captured; tensors can advance."""
     return {"deterministic": True, "seed": batch.seed, "offset": batch.offset[step]}

@@ -18,7 +18,7 @@ import sgl_flashsample
 from sgl_flashsample.autotune import baselines
 from sgl_flashsample.autotune.timing import Call
 from sgl_flashsample.autotune.workload import TORCH_DTYPES, Workload, quantize_rows
-from sgl_flashsample.kernels.params import Edit, LogitEdits
+from sgl_flashsample.kernels.params import Edit, LMHead, LogitEdits
 from sgl_flashsample.kinds import PLAIN, BatchKind, SamplingPath
 from sgl_flashsample.tools.samplings import SAMPLINGS, Sampling
 
@@ -202,7 +202,7 @@ def entrants(ours: Sequence[Tree], batch: Workload, flashinfer: Any, selection: 
     entered = []
     for name in selection.samplings:
         for path in selection.paths:
-            if path in BASELINES or (path in SCREENED and _is_unscreened(batch, SAMPLINGS[name], path)):
+            if path in BASELINES or (path in SCREENED and is_unscreened(batch, SAMPLINGS[name], path)):
                 continue
             entered += [tree.entrant(batch, name, path) for tree in ours]
     if not any(path in BASELINES for path in selection.paths):
@@ -210,7 +210,7 @@ def entrants(ours: Sequence[Tree], batch: Workload, flashinfer: Any, selection: 
     return entered + [one for one in _baselines(batch, flashinfer, selection.samplings) if one.path in selection.paths]
 
 
-def _is_unscreened(batch: Workload, sampling: Sampling, path: str) -> bool:
+def is_unscreened(batch: Workload, sampling: Sampling, path: str) -> bool:
     """True if no screen serves such a batch. A truncated batch with a large top-k, or with none, is screened only where
     the path is given."""
     top_k = sampling.truncation[0] if sampling.truncation is not None else 1
@@ -223,24 +223,26 @@ def _baselines(batch: Workload, flashinfer: Any, names: Sequence[str]) -> Iterat
     GEMM's logits."""
     compiled = None if DRY_RUN else functools.partial(torch.compile, dynamic=False, fullgraph=True)
     draws = {"t1": baselines.PLAIN, "greedy": baselines.GREEDY}
-    gemm = next(baselines.baselines(_baseline_batch(batch, (0, 1.0, 0.0))))
+    gemm = next(baselines.baselines(baseline_batch(batch, (0, 1.0, 0.0))))
     yield Entrant(gemm.name, NOTHING, gemm.form, gemm.call)
     for name in names:
         sampling = SAMPLINGS[name]
         if sampling.edits or sampling.logprob or sampling.temperature not in (0.0, 1.0):
             continue
         wanted = draws.get(name, baselines.TRUNCATED)
-        inputs = _baseline_batch(batch, sampling.truncation or (0, 1.0, 0.0))
+        inputs = baseline_batch(batch, sampling.truncation or (0, 1.0, 0.0))
         for one in baselines.baselines(inputs, flashinfer=flashinfer, compile=compiled):
             if one.draws == wanted:
                 yield Entrant(one.name, name, one.form, one.call)
 
 
-def _baseline_batch(batch: Workload, truncation: tuple[int, float, float]) -> baselines.BaselineBatch:
-    """The inputs of baselines, with these limits in every row."""
+def baseline_batch(
+    batch: Workload, truncation: tuple[int, float, float], heads: Sequence[LMHead] = ()
+) -> baselines.BaselineBatch:
+    """The inputs of baselines, with these limits in every row. heads: copies of the batch's head, read in turns."""
     top_k, top_p, min_p = truncation
     return dataclasses.replace(
-        batch.for_baselines([batch.head], PLAIN),
+        batch.for_baselines(list(heads) or [batch.head], PLAIN),
         top_k=full(batch, top_k, torch.int32),
         top_p=full(batch, top_p),
         min_p=full(batch, min_p) if min_p else None,

@@ -7,6 +7,7 @@ import atexit
 import concurrent.futures
 import contextlib
 import dataclasses
+import functools
 import gc
 import multiprocessing
 import os
@@ -46,13 +47,15 @@ WORKERS = 15
 PROBE = Shape(64, 151936)  # FlashInfer chooses its kernels by V
 PROBE_ROWS = 2
 MEMORY_SHARE = 0.8  # share of the device's memory, for all processes together
+PROBE_BYTES = 2**30  # memory that a process takes which tries one contender, about
 
 
 class Race:
     """Entrants of one batch, captured in CUDA graphs and timed side by side.
 
     unusual: of baselines that no CUDA graph can hold, {name: ``EAGER`` or why it cannot run}. reader: reads
-    ``READ_BYTES``. refresh: in place of the batch's. failed: {name: reason} of those that cannot run.
+    ``READ_BYTES``. refresh: in place of the batch's. copies: of the head, which the calls read in turns. failed: {name:
+    reason} of those that cannot run.
     """
 
     def __init__(
@@ -62,6 +65,7 @@ class Race:
         unusual: Mapping[str, str],
         reader: Callable[[], object] | None,
         refresh: Callable[[int], object] | None = None,
+        copies: int = 1,
     ) -> None:
         self._timer, self._refresh, self._head_bytes = Timer(DEVICE), refresh or batch.refresh, batch.head.weight.nbytes
         self.entrants = [one for one in entered if unusual.get(one.name, EAGER) == EAGER]
@@ -75,7 +79,7 @@ class Race:
             calls[READ] = lambda step: reader()
         for name, call in calls.items():
             try:
-                self._ready[name] = self._timer.contender(call, graph=name not in self._eager)
+                self._ready[name] = self._timer.contender(call, copies=copies, graph=name not in self._eager)
             except Exception as error:
                 self.failed[name] = reason_of(error)
                 gc.collect()  # the traceback holds the tensors of what ran out of memory
@@ -129,11 +133,22 @@ class Race:
         return [cell | {"path": name, "reason": reason} for name, reason in self.failed.items()]
 
 
+Job = tuple[Callable[..., Any], tuple[Any, ...]]  # a function of a module and its arguments, for another process
+
+
 class Session:
-    """The races of one run. env: of its result file; what is missing and cannot run is recorded there."""
+    """The races of one run. env: of its result file; what is missing and cannot run is recorded there. compiled:
+    further jobs of the compiling processes; each returns what failed. tried: further contenders that are tried in
+    processes of their own, {name: job}; each returns what ``verdict`` does."""
 
     def __init__(
-        self, shapes: Sequence[Shape], batches: Sequence[int], selection: Selection, env: dict[str, Any]
+        self,
+        shapes: Sequence[Shape],
+        batches: Sequence[int],
+        selection: Selection,
+        env: dict[str, Any],
+        compiled: Sequence[Job] = (),
+        tried: Mapping[str, Job] | None = None,
     ) -> None:
         self.selection, self.env, self._started, self._flashinfer = selection, env, time.monotonic(), None
         env.setdefault("not_run", [])
@@ -141,7 +156,8 @@ class Session:
             self._flashinfer, missing = import_flashinfer()
             env["flashinfer"] = getattr(sys.modules.get("flashinfer"), "__version__", None)
             env["not_run"] += [{"path": "flashinfer", "reason": missing}] if missing is not None else []
-        self._unusual = _warm_up(shapes, batches, selection, self._flashinfer is not None)
+        flashinfer = self._flashinfer is not None
+        self.unusual = _warm_up(shapes, batches, selection, flashinfer, compiled, tried or {})
         self.ceilings = measure_ceilings(DEVICE)
         env |= self.ceilings.env
 
@@ -158,11 +174,22 @@ class Session:
         then: Callable[[Race, list[dict[str, Any]]], object] = lambda race, rows: None,
     ) -> list[dict[str, Any]]:
         """The rows of one batch. cell: fields of each. then: adds to them while everyone is ready to run."""
+        enter = functools.partial(entrants, ours, batch, self._flashinfer, self.selection)
+        return self.race_entrants(enter, batch, rounds, cell, then)
+
+    def race_entrants(
+        self,
+        enter: Callable[[], Sequence[Entrant]],
+        batch: Workload,
+        rounds: int,
+        cell: dict[str, Any],
+        then: Callable[[Race, list[dict[str, Any]]], object] = lambda race, rows: None,
+        copies: int = 1,
+    ) -> list[dict[str, Any]]:
+        """``race`` of those that ``enter`` returns. copies: of ``Race``."""
         rows: list[dict[str, Any]] = []
         try:
-            race = Race(
-                batch, entrants(ours, batch, self._flashinfer, self.selection), self._unusual, self.ceilings.reader
-            )
+            race = Race(batch, enter(), self.unusual, self.ceilings.reader, copies=copies)
             race.run(rounds)
             rows = race.rows(cell)
             then(race, rows)
@@ -181,8 +208,15 @@ class Session:
         return rows
 
 
-def _warm_up(shapes: Sequence[Shape], batches: Sequence[int], selection: Selection, flashinfer: bool) -> dict[str, str]:
-    """Compile what a race of ``selection`` needs. Returns, of the baselines that no CUDA graph can hold, {name:
+def _warm_up(
+    shapes: Sequence[Shape],
+    batches: Sequence[int],
+    selection: Selection,
+    flashinfer: bool,
+    compiled: Sequence[Job],
+    tried: Mapping[str, Job],
+) -> dict[str, str]:
+    """Compile what a race of ``selection`` needs. Returns, of the contenders that no CUDA graph can hold, {name:
     ``EAGER`` or why it cannot run}. Nothing without CUDA."""
     if DEVICE.type != "cuda":
         return {}
@@ -192,20 +226,26 @@ def _warm_up(shapes: Sequence[Shape], batches: Sequence[int], selection: Selecti
     inductor = tempfile.mkdtemp(prefix="flashsample-inductor-")
     atexit.register(shutil.rmtree, inductor, ignore_errors=True)
     os.environ |= {"TORCHINDUCTOR_CACHE_DIR": inductor, "TORCHINDUCTOR_COMPILE_THREADS": "1"}
-    jobs = _jobs(shapes, batches, selection)
+    jobs = compiling_jobs(shapes, batches, selection)
     softcaps = {shape.softcap is not None: shape.softcap for shape in shapes}.values()
-    probes = {name: softcap for softcap in softcaps for name in _baseline_names(softcap, selection, flashinfer)}
-    largest = max(_device_bytes(shape, rows) for shape, rows, _ in jobs)
-    fitting = int(MEMORY_SHARE * torch.cuda.get_device_properties(DEVICE).total_memory / largest)
+    probes: dict[str, Job] = {
+        name: (_probe, (name, softcap, selection))
+        for softcap in softcaps
+        for name in _baseline_names(softcap, selection, flashinfer)
+    }
+    probes |= tried
+    largest = max(_device_bytes(shape, rows) for shape in shapes for rows in batches)
+    memory = MEMORY_SHARE * torch.cuda.get_device_properties(DEVICE).total_memory - len(probes) * PROBE_BYTES
+    fitting = int(memory / largest)
     spawn, workers = multiprocessing.get_context("spawn"), max(1, min(WORKERS, (os.cpu_count() or 2) - 1, fitting))
     unusual: dict[str, str] = {}
     with contextlib.ExitStack() as pools:
         compiling = pools.enter_context(concurrent.futures.ProcessPoolExecutor(workers, spawn))
-        calls = [compiling.submit(_call_all, *job) for job in jobs]
+        calls = [compiling.submit(function, *arguments) for function, arguments in [*jobs, *compiled]]
         answers = {}
-        for name, softcap in probes.items():  # one that dies takes its pool with it
+        for name, (function, arguments) in probes.items():  # one that dies takes its pool with it
             lone_process = pools.enter_context(concurrent.futures.ProcessPoolExecutor(1, spawn))
-            answers[name] = lone_process.submit(_probe, name, softcap, selection)
+            answers[name] = lone_process.submit(function, *arguments)
         for call in calls:
             try:
                 for failure in call.result():
@@ -224,11 +264,12 @@ def _warm_up(shapes: Sequence[Shape], batches: Sequence[int], selection: Selecti
     for picked in Path(inductor).rglob("*.best_config"):
         picked.unlink()
     seconds = time.monotonic() - started
-    print(f"{len(jobs)} jobs compiled, {len(probes)} baselines tried in {seconds:.0f} s", flush=True)
+    done = f"{len(jobs) + len(compiled)} jobs compiled, {len(probes)} baselines tried"
+    print(f"{done} in {seconds:.0f} s", flush=True)
     return unusual
 
 
-def _jobs(shapes: Sequence[Shape], batches: Sequence[int], selection: Selection) -> list[tuple[Shape, int, Selection]]:
+def compiling_jobs(shapes: Sequence[Shape], batches: Sequence[int], selection: Selection) -> list[Job]:
     """The parts that compile by themselves: a sampling with the configurations of some batch size, truncated ones
     first, which take longest; then the baselines of each batch size."""
     ours = tuple(path for path in selection.paths if path not in BASELINES)
@@ -245,7 +286,8 @@ def _jobs(shapes: Sequence[Shape], batches: Sequence[int], selection: Selection)
     ordered = sorted(jobs.values(), key=lambda job: SAMPLINGS[job[2].samplings[0]].truncation is None)
     others = tuple(path for path in selection.paths if path in BASELINES)
     compiled = dataclasses.replace(selection, paths=others, compared=None)
-    return ordered + [(shape, rows, compiled) for shape in shapes for rows in batches if others]
+    ordered += [(shape, rows, compiled) for shape in shapes for rows in batches if others]
+    return [(_call_all, job) for job in ordered]
 
 
 def _device_bytes(shape: Shape, rows: int) -> float:
@@ -282,7 +324,11 @@ def _probe(name: str, softcap: float | None, selection: Selection) -> str | None
     weight = torch.randn(PROBE.vocab, PROBE.hidden, device=DEVICE).bfloat16()
     module = import_flashinfer()[0] if baselines.FLASHINFER in name else None
     tried = entrants([], Workload(LMHead(weight, softcap=softcap), PROBE_ROWS, "typical"), module, selection)
-    call = next(one.call for one in tried if one.name == name)
+    return verdict(name, next(one.call for one in tried if one.name == name))
+
+
+def verdict(name: str, call: Call) -> str | None:
+    """None for a call that can be captured, else ``EAGER`` or why it cannot be called at all."""
     try:
         call(0)
         torch.cuda.synchronize()

@@ -38,6 +38,12 @@ BENCHMARKS = {
         "a GPU, FlashInfer",
     ),
     "quantised": Entry("step", "a head in float8_e4m3fn beside the same head in bfloat16, in one race", "a GPU"),
+    "rivals": Entry(
+        "rivals",
+        "the whole last step raced against FlashInfer, vLLM's Triton sampler, FlashSampling, SGLang and torch.compile: "
+        "what fusion gains, what a screen gains; a rival that is not installed is left out",
+        "a GPU, the rivals that are to be raced",
+    ),
     "screened": Entry(
         "screened",
         "the screened path: speed, tokens against the fused path, distribution, what a server without a table decides",

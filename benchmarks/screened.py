@@ -31,7 +31,7 @@ from sgl_flashsample import BatchParams, Head, LMHead, SampleOutput, SamplingPat
 from sgl_flashsample.autotune import baselines
 from sgl_flashsample.autotune.timing import Timer
 from sgl_flashsample.autotune.workload import Workload
-from sgl_flashsample.dispatch import default_table
+from sgl_flashsample.dispatch import DispatchTable, default_table
 from sgl_flashsample.kernels.workspace import ScreenCounter
 from sgl_flashsample.kinds import KIND_NAMES, MAX_SCREENED_ROWS
 from sgl_flashsample.paths import Parts
@@ -233,6 +233,16 @@ class HostStopwatch:
         return times
 
 
+def race_at_start(head: LMHead, screen: Screen, count: int = 1) -> tuple[DispatchTable, list[screen_race.Outcome]]:
+    """The table of ``screen_race.candidates`` for a head without a tuned table, and the outcomes of so many races of
+    its screen, as a server runs one when it starts."""
+    table = screen_race.candidates(default_table(head), screen_race.raced_kinds(head))
+    parts = Parts.of(head, screen, table)
+    compile_ahead([parts], screen.max_rows, table)
+    watch = HostStopwatch() if DRY_RUN else screen_race.GraphStopwatch(DEVICE, CudaCapture(DEVICE))
+    return table, [screen_race.race(parts, table, watch) for _ in range(count)]
+
+
 def decision(options: Any) -> dict[str, Any]:
     """Per head: the seconds of two races, of which the second finds everything loaded, and the words of the first. Per
     heat of the first: whether the screen won, and the times of both paths in the race and on the batches of
@@ -240,12 +250,8 @@ def decision(options: Any) -> dict[str, Any]:
     timer, heads = Timer(DEVICE), []
     for shape in UNTABLED[: 2 if options.fast else None]:
         head = LMHead(shape.weight(), softcap=shape.softcap)
-        table = screen_race.candidates(default_table(head), screen_race.raced_kinds(head))
         screen = Screen(head, MAX_SCREENED_ROWS)
-        parts = Parts.of(head, screen, table)
-        compile_ahead([parts], MAX_SCREENED_ROWS, table)
-        watch = HostStopwatch() if DRY_RUN else screen_race.GraphStopwatch(DEVICE, CudaCapture(DEVICE))
-        outcomes = [screen_race.race(parts, table, watch) for _ in range(2)]
+        table, outcomes = race_at_start(head, screen, 2)
         decided, rows = screen_race.decide(table, outcomes[0]), []
         ready = Head(head, max_rows=MAX_SCREENED_ROWS, table=table, screen=screen)
         builtin = Head(head, max_rows=MAX_SCREENED_ROWS, table=table)

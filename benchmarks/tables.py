@@ -9,6 +9,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import math
+import statistics
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -34,6 +36,8 @@ PATHS = {
     "gemm+flashinfer": "GEMM, FlashInfer",
 }
 BASELINES = [path for path in PATHS if path not in (*OURS, SCREENED, GEMM)]
+# Our paths in the race against rivals.
+OUR_WAYS = ("ours-fused", "ours-picked", "ours-screened", "ours-tuned", "ours-tuned-screened")
 # Sections of tuning.py, in words.
 TUNING = {
     "runs": "a run, and a second one",
@@ -181,6 +185,7 @@ class Results:
         versions += [f"SGLang {version}" for version in sglang]
         flashinfer = env.get("flashinfer") or env.get("servers", {}).get("flashinfer-python")
         versions += [f"FlashInfer {flashinfer}"] if flashinfer not in (None, "none") else []
+        versions += [f"{name} {version}" for name, version in env.get("rivals", {}).items() if name != "torch"]
         commands = dict.fromkeys(f"`{run['command']}` on {run['date']}" for run in runs)
         not_run = [gap for gap in env.get("not_run", []) if section is None or gap.get("section", section) == section]
         gaps = list(dict.fromkeys(f"{_gap_words(gap)}: {gap['reason']}" for gap in not_run))
@@ -310,6 +315,74 @@ def quantised(results: Results) -> pd.DataFrame | None:
         lambda row: pair_words(row["half"], row, "us", "us_spread"),
         "B",
     )
+
+
+def _raced(results: Results) -> dict[tuple[int, int, int, str], dict[str, Row]]:
+    """{(D, V, B, mode): {path: row}} of the race against rivals."""
+    cells: dict[tuple[int, int, int, str], dict[str, Row]] = {}
+    for row in results.rows("rivals"):
+        cells.setdefault((row["D"], row["V"], row["B"], row["mode"]), {})[row["path"]] = row
+    return cells
+
+
+def _rivals_of(cell: dict[str, Row]) -> list[Row]:
+    """The rows of those that draw and are not ours, the fastest first."""
+    others = [row for path, row in cell.items() if path not in (GEMM, READ) and not path.startswith("ours-")]
+    return sorted(others, key=lambda row: row["us"])
+
+
+def _served(cell: dict[str, Row]) -> Row | None:
+    """The row of the path that a server takes; None where it could not be timed."""
+    return next((row for row in cell.values() if row.get("picked")), None)
+
+
+def rivals(results: Results) -> pd.DataFrame | None:
+    """The time of our server's path and that of the fastest rival, both over one read of the head."""
+    rows = []
+    for (hidden, vocab, size, mode), cell in _raced(results).items():
+        ours, read = _served(cell), cell.get(READ)
+        if ours is not None and read is not None:
+            words = f"{ours['us'] / read['us']:.2f}"
+            words += "".join(f" ({row['us'] / read['us']:.2f} {row['path']})" for row in _rivals_of(cell)[:1])
+            rows.append({"batch": size, "line": f"{vocab:,} x {hidden:,}, {mode}", "words": words})
+    return by_batch(rows, "V x D, mode", lambda row: row["line"], lambda row: row["words"])
+
+
+def rivals_faster(results: Results) -> pd.DataFrame | None:
+    """Cells in which a rival is faster than our server's path, or that has no time; the worst first."""
+    lines: list[tuple[float, list[str]]] = []
+    cells = _raced(results)
+    for (hidden, vocab, size, mode), cell in cells.items():
+        ours = _served(cell)
+        for row in _rivals_of(cell):
+            line = [f"{vocab:,} x {hidden:,}, {size}", mode, f"{row['path']} {row['us']:.1f}"]
+            if ours is None:
+                lines.append((math.inf, [*line, "not run", "", ""]))
+            elif row["us"] < ours["us"]:
+                within = ours["us"] - row["us"] <= row["us_spread"] + ours["us_spread"]
+                line += [f"{ours['path']} {ours['us']:.1f}", f"{ours['us'] / row['us']:.3f}", "yes" if within else ""]
+                lines.append((ours["us"] / row["us"], line))
+    lines.sort(key=lambda line: -line[0])
+    head = ["V x D, B", "mode", "rival, µs", "ours, µs", "ours over the rival", "within the spread"]
+    none = [["none", *[""] * (len(head) - 1)]] if cells else []
+    return listed(head, [line for _, line in lines] or none)
+
+
+def rivals_gains(results: Results) -> pd.DataFrame | None:
+    """The time of each of our paths over the fastest rival's, the median over the heads that have both."""
+    over: dict[tuple[str, int, str], list[float]] = {}
+    for (_, _, size, mode), cell in _raced(results).items():
+        fastest = _rivals_of(cell)[:1]
+        for path in OUR_WAYS if fastest else ():
+            if path in cell:
+                over.setdefault((mode, size, path), []).append(cell[path]["us"] / fastest[0]["us"])
+    rows = [
+        {"line": f"{mode}, {size}", "path": path, "words": f"{statistics.median(ratios):.3f} ({len(ratios)})"}
+        for (mode, size, path), ratios in over.items()
+    ]
+    columns = [path for path in OUR_WAYS if any(row["path"] == path for row in rows)]
+    corner = "mode, B: over the fastest rival (heads)"
+    return wide(rows, corner, lambda row: row["line"], lambda row: row["path"], lambda row: row["words"], columns)
 
 
 def screened_speed(results: Results) -> pd.DataFrame | None:
@@ -820,6 +893,9 @@ SECTIONS: dict[str, Section | Picture] = {
     "features-truncations": Section(functools.partial(features, edited=False), "features"),
     "features-edits": Section(functools.partial(features, edited=True), "features"),
     "features-searches": Section(searches, "features"),
+    "rivals": Section(rivals, "rivals"),
+    "rivals-faster": Section(rivals_faster, "rivals"),
+    "rivals-gains": Section(rivals_gains, "rivals"),
     "quantised": Section(quantised, "quantised"),
     "screened": Section(screened_speed, "screened", "speed"),
     "screened-tokens": Section(screened_tokens, "screened", "tokens"),

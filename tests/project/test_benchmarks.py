@@ -25,6 +25,7 @@ import pytest
 import torch
 from serving import make_server, needs_sglang
 
+from sgl_flashsample import LMHead
 from sgl_flashsample.autotune import timing
 from sgl_flashsample.autotune.workload import make_weight, quantize_rows
 from sgl_flashsample.sglang.exchange import bytes_received
@@ -944,3 +945,198 @@ def test_scripts_import_each_other_in_no_circle():
         return names & set(SCRIPTS)
 
     graphlib.TopologicalSorter({name: imported(name) for name in SCRIPTS}).prepare()  # raises for a circle
+
+
+# --- rivals
+
+
+@no_gpu
+@pytest.mark.full
+def test_the_race_against_rivals_has_rows_of_every_path_and_mode_and_a_gap_for_who_is_not_installed(dry_run, tmp_path):
+    """The tokens of each row were right, else it had no time."""
+    result = dry_run("rivals", "--rivals", "torch", "flashsampling")
+    assert [(gap["path"], "PYTHONPATH" in gap["reason"]) for gap in result["env"]["not_run"]] == [
+        ("flashsampling", True)
+    ]
+    cells: dict[str, dict] = {}
+    for row in result["rows"]:
+        cells.setdefault(row["mode"], {})[row["path"]] = row
+    assert cells.keys() == {"plain", "greedy", "top_k+top_p", "top_p", "min_p"}
+    for mode, cell in cells.items():
+        assert cell.keys() == {"gemm", "torch", "ours-fused", "ours-picked", "ours-screened"}
+        assert [path for path, row in cell.items() if row.get("picked")] == ["ours-screened"]
+        assert cell["ours-screened"]["form"].startswith("fused" if mode in ("top_p", "min_p") else "screened")
+        assert (cell["ours-picked"]["us"], cell["ours-picked"]["same_as"]) == (cell["ours-fused"]["us"], "ours-fused")
+
+    out = tmp_path / "out.json"
+    again = [sys.executable, str(FOLDER / "run.py"), "rivals", "--dry-run", "--keep", "--out", str(out), "--rivals"]
+    for rivals, words in ((["torch", "flashsampling"], "holds every cell already"), (["torch"], "; expected {")):
+        done = subprocess.run([*again, *rivals], capture_output=True, text=True)
+        assert done.returncode == 1 and words in done.stderr
+
+
+def test_a_rival_that_is_not_installed_says_how_to_install_it(load):
+    rival = load("rivals").Rival(("flashsample_no_such_module",), "none", "pip install none", ("plain",), lambda: {})
+    with pytest.raises(ImportError, match="No module named 'flashsample_no_such_module'; pip install none"):
+        rival.load()
+
+
+@pytest.fixture
+def law(load) -> Callable[..., Any]:
+    """The law of a mode for rows whose logits are given, each in a column of an identity."""
+    rivals = load("rivals")
+
+    def make(mode: str, logits: list[float], rows: int = 2) -> Any:
+        head = types.SimpleNamespace(weight=torch.tensor(logits)[:, None])
+        batch = types.SimpleNamespace(head=head, hidden=torch.ones(rows, 1), vocab=len(logits), rows=rows)
+        batch.refresh = lambda index: None
+        return rivals.Law(batch, mode)
+
+    return make
+
+
+def tokens(*ids: int) -> Callable[[int], torch.Tensor]:
+    return lambda step: torch.tensor(ids, dtype=torch.int32)
+
+
+@pytest.mark.parametrize(
+    "mode, allowed, forbidden",
+    [
+        ("greedy", 0, 2),  # 1 is a near-tie
+        ("greedy", 1, 3),
+        ("top_p", 2, 3),  # the first three have 0.92 of the mass, the first two 0.78
+        ("min_p", 3, 4),
+        ("top_k+top_p", 2, 3),
+    ],
+)
+def test_a_token_that_a_mode_does_not_allow_is_a_fault(law, mode, allowed, forbidden):
+    logits = [5.0, 5.0 - 1e-6, 4.0, 3.0, 1.9, 1.0, *[-9.0] * 60]
+    assert law(mode, logits).fault(tokens(allowed, 0)) is None
+    fault = law(mode, logits).fault(tokens(0, forbidden))
+    assert fault.endswith(f"are not allowed in this mode, first: row 1, id {forbidden}")
+
+
+def test_more_than_the_k_largest_are_not_allowed(law):
+    logits = [1.0 - 1e-3 * rank for rank in range(1000)]
+    assert law("top_k+top_p", logits).fault(tokens(0, 49)) is None
+    assert "id 50" in law("top_k+top_p", logits).fault(tokens(0, 50))
+
+
+def test_plain_tokens_are_in_the_vocabulary_one_per_row_and_have_the_right_likelihood(law):
+    logits = [0.0, *[-2.0] * 40]
+    plain, generator = law("plain", logits, rows=64), torch.Generator().manual_seed(0)
+    probs = torch.softmax(torch.tensor(logits), 0)
+    assert plain.fault(lambda step: torch.multinomial(probs, 64, True, generator=generator)) is None
+    assert "standard errors off" in plain.fault(lambda step: torch.zeros(64, 1, dtype=torch.int64))
+    assert "1 of 128 are not allowed" not in plain.fault(tokens(*[0] * 63, 41)), "each call has one"
+    assert "2 of 128 are not allowed in this mode, first: row 63, id 41" in plain.fault(tokens(*[0] * 63, 41))
+    assert plain.fault(tokens(0, 1)) == "wrong tokens: 2 of 64 rows"
+
+
+def test_who_draws_wrong_tokens_or_fails_is_not_raced(load, law):
+    entrant, gaps = load("contenders").Entrant, []
+
+    def fail(step: int) -> torch.Tensor:
+        raise RuntimeError("no kernel image")
+
+    calls = {"right": tokens(0, 0), "wrong": tokens(0, 1), "broken": fail, "not called": fail}
+    entered = [entrant("x", "greedy", form, call) for form, call in calls.items()]
+    miss = lambda reason, **gap: gaps.append((gap["path"], reason))  # noqa: E731
+    unusual = {"x greedy: not called": "it cannot", "x greedy: right": "eager"}
+    fine = load("rivals").legal(entered, law("greedy", [1.0, 0.0]), unusual, miss)
+    assert [one.form for one in fine] == ["right", "not called"], "the race records what cannot be called"
+    (wrong, fault), broken = gaps
+    assert wrong == "x greedy: wrong" and "id 1" in fault
+    assert broken == ("x greedy: broken", "RuntimeError: no kernel image")
+
+
+@no_gpu
+def test_the_path_of_a_server_with_a_table_is_marked_and_one_configuration_is_raced_once(load, monkeypatch):
+    rivals, weight = load("rivals"), make_weight(777, 48, torch.float32, torch.device("cpu"))
+    screened_rows: list[int] = []
+
+    def make() -> Any:
+        found = types.SimpleNamespace(screened_rows=lambda rows, measured: screened_rows[0])
+        monkeypatch.setattr(rivals, "resolve", lambda head: types.SimpleNamespace(table_file="x", dispatch=found))
+        ours = rivals.Ours(rivals.Shape(48, 777), [weight, weight.clone()], 3)
+        return ours, ours.entrants(rivals.Workload(ours.heads[0], 3, "typical"), "plain")
+
+    screened_rows[:] = [0]
+    ours, (entered, same) = make()
+    assert [one.path for one in entered] == ["ours-fused"] and len(ours.heads) == 2
+    assert list(same) == ["ours-picked", "ours-screened", "ours-tuned", "ours-tuned-screened"]
+    rows = ours.complete([{"path": "gemm", "us": 1.0}, {"path": "ours-fused", "us": 2.0}], same)
+    assert [(row["path"], row["us"]) for row in rows if row.get("picked")] == [("ours-tuned-screened", 2.0)]
+    assert ours.complete([{"path": "gemm", "us": 1.0}], same) == [{"path": "gemm", "us": 1.0}], "it could not be timed"
+
+    screened_rows[:] = [64]  # the table has measured that a screen is faster
+    _, (entered, same) = make()
+    assert [one.path for one in entered] == ["ours-fused", "ours-tuned-screened"]
+    assert entered[1].form.startswith("screened") and list(same) == ["ours-picked", "ours-screened", "ours-tuned"]
+
+
+def test_a_cell_in_which_a_device_fails_is_recorded_and_left_out_from_then_on(load, make_result):
+    rivals, result = load("rivals"), make_result()
+    cell = {"D": 8, "V": 64, "B": 2, "mode": "plain"}
+
+    def fail(*arguments: Any, **options: Any) -> None:
+        raise RuntimeError("an illegal memory access")
+
+    session = types.SimpleNamespace(race_entrants=fail)
+    ours = types.SimpleNamespace(heads=[LMHead(torch.zeros(64, 8))])
+    with pytest.raises(SystemExit, match=r"an illegal memory access.*--keep goes on without this cell"):
+        rivals._race(session, ours, [], cell, 3, result)
+    assert result.env["not_run"] == [cell | {"path": "all", "reason": "the device failed"}]
+    result.before["arguments"] = {"rounds": 3, "rivals": ["torch"]}
+    options = types.SimpleNamespace(heads=[rivals.head_of("8x64")], batches=[2], modes=["plain"], out="FILE")
+    options.rounds, options.rivals = 3, ["torch"]
+    with pytest.raises(SystemExit, match="FILE holds every cell already"):
+        rivals.measure(options, result)
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"heads": ["4096"]}, "head is '4096'; expected DxV, as 4096x151936"),
+        ({"batches": [0]}, "expected at least 1 and at least 3"),
+        ({"rounds": 2}, "expected at least 1 and at least 3"),
+    ],
+)
+def test_options_of_the_race_against_rivals_that_do_not_fit_are_named(load, changes, message):
+    options = {"heads": None, "batches": None, "rivals": None, "rounds": None, "fast": False}
+    with pytest.raises(ValueError, match=message):
+        load("rivals").prepare(types.SimpleNamespace(**options | changes))
+
+
+def test_the_pages_of_rivals_have_the_fastest_one_and_every_cell_that_was_lost(load, tmp_path):
+    sections = load("tables").SECTIONS
+    assert sections["rivals-faster"].markdown(tmp_path) == "Not measured."
+    env = {"device": "NVIDIA H200", "date": "2026-01-01", "command": "python run.py rivals"}
+    times = {"read": 100.0, "gemm": 101.0, "ours-fused": 104.0, "ours-screened": 60.0, "vllm": 130.0, "torch": 150.0}
+
+    def write(**lost: float) -> None:
+        rows = []
+        for mode, us in (("plain", times), ("greedy", times | lost)):
+            rows += [
+                {"D": 8, "V": 5000, "B": 4, "mode": mode, "path": path, "us": us[path], "us_spread": 1.0, "run": 0}
+                | ({"picked": True} if path == "ours-screened" else {})
+                for path in us
+            ]
+        data = {"env": env | {"rivals": {"vllm": "0.33.0", "torch": "2.11.0"}}, "runs": [env], "rows": rows}
+        (tmp_path / "h200-rivals.json").write_text(json.dumps(data))
+
+    write()
+    about, _, head, _, *lines = sections["rivals"].markdown(tmp_path).splitlines()
+    assert about.startswith("**NVIDIA H200, vllm 0.33.0**;") and head == "| V x D, mode | B=4 |"
+    assert lines == [f"| 5,000 x 8, {mode} | 0.60 (1.30 vllm) |" for mode in ("plain", "greedy")]
+    assert sections["rivals-faster"].markdown(tmp_path).splitlines()[-1] == "| none |  |  |  |  |  |"
+    gains = sections["rivals-gains"].markdown(tmp_path).splitlines()[2:]
+    assert gains[0] == "| mode, B: over the fastest rival (heads) | ours-fused | ours-screened |"
+    assert gains[2] == "| plain, 4 | 0.800 (1) | 0.462 (1) |"
+
+    write(torch=59.5, vllm=40.0)
+    lost = sections["rivals-faster"].markdown(tmp_path).splitlines()[4:]
+    assert lost == [
+        "| 5,000 x 8, 4 | greedy | vllm 40.0 | ours-screened 60.0 | 1.500 |  |",
+        "| 5,000 x 8, 4 | greedy | torch 59.5 | ours-screened 60.0 | 1.008 | yes |",
+    ]
