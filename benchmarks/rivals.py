@@ -409,25 +409,28 @@ class Ours:
         self._ways["ours-screened"] = builtin, PICKED_WITH_SCREEN if self._decide(builtin) else PICKED
         resolved = resolve(self.heads[0])
         if resolved.table_file is not None:
-            tuned, screened = trees(tuned=True), resolved.dispatch.screened_rows(MAX_SCREENED_ROWS, measured=True)
+            tuned = trees(tuned=True)
+            screened = bool(resolved.dispatch.screened_rows(MAX_SCREENED_ROWS, measured=True))
+            if not resolved.knows_screens:
+                screened = self._decide(tuned)
             self._ways["ours-tuned"] = tuned, PICKED
             self._ways["ours-tuned-screened"] = tuned, PICKED_WITH_SCREEN if screened else PICKED
         self.served = list(self._ways)[-1]
 
     @staticmethod
     def _decide(trees: list[Tree]) -> bool:
-        """Give ``trees`` the choices of a server without a tuned table: True where its head has a screen. A dry run
-        takes the screen wherever one can serve."""
+        """Give ``trees`` the choices of a server whose tuned table, if it has one, knows no screen: True where its head
+        has a screen. A dry run takes the screen wherever one can serve."""
         head = trees[0].head
         reason = unsupported_head(head) or (None if DRY_RUN else screen_race.unsupported_race(head))
         if reason is not None:
-            print(f"no screen without a tuned table: {reason}", flush=True)
+            print(f"no screen without a fresh table: {reason}", flush=True)
             return False
         if not DRY_RUN:
-            table, (outcome,) = race_at_start(head, trees[0].screen)
+            table, (outcome,) = race_at_start(head, trees[0].screen, trees[0].table)
             decided = screen_race.decide(table, outcome)
             print(outcome.words(decided), flush=True)
-            for tree in trees:  # choices of batches without a screen are the built-in ones still
+            for tree in trees:  # the choices of batches without a screen stay
                 tree.table = decided
         return True
 

@@ -233,10 +233,12 @@ class HostStopwatch:
         return times
 
 
-def race_at_start(head: LMHead, screen: Screen, count: int = 1) -> tuple[DispatchTable, list[screen_race.Outcome]]:
-    """The table of ``screen_race.candidates`` for a head without a tuned table, and the outcomes of so many races of
-    its screen, as a server runs one when it starts."""
-    table = screen_race.candidates(default_table(head), screen_race.raced_kinds(head))
+def race_at_start(
+    head: LMHead, screen: Screen, choices: DispatchTable, count: int = 1
+) -> tuple[DispatchTable, list[screen_race.Outcome]]:
+    """The table of ``screen_race.candidates``, and the outcomes of so many races of the head's screen, as a server runs
+    one when it starts without a table that knows its screen. choices: those without one."""
+    table = screen_race.candidates(choices, screen_race.raced_kinds(head))
     parts = Parts.of(head, screen, table)
     compile_ahead([parts], screen.max_rows, table)
     watch = HostStopwatch() if DRY_RUN else screen_race.GraphStopwatch(DEVICE, CudaCapture(DEVICE))
@@ -251,7 +253,7 @@ def decision(options: Any) -> dict[str, Any]:
     for shape in UNTABLED[: 2 if options.fast else None]:
         head = LMHead(shape.weight(), softcap=shape.softcap)
         screen = Screen(head, MAX_SCREENED_ROWS)
-        table, outcomes = race_at_start(head, screen, 2)
+        table, outcomes = race_at_start(head, screen, default_table(head), 2)
         decided, rows = screen_race.decide(table, outcomes[0]), []
         ready = Head(head, max_rows=MAX_SCREENED_ROWS, table=table, screen=screen)
         builtin = Head(head, max_rows=MAX_SCREENED_ROWS, table=table)

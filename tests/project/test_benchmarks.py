@@ -1055,9 +1055,10 @@ def test_the_path_of_a_server_with_a_table_is_marked_and_one_configuration_is_ra
     rivals, weight = load("rivals"), make_weight(777, 48, torch.float32, torch.device("cpu"))
     screened_rows: list[int] = []
 
-    def make() -> Any:
+    def make(fresh: bool = True) -> Any:
         found = types.SimpleNamespace(screened_rows=lambda rows, measured: screened_rows[0])
-        monkeypatch.setattr(rivals, "resolve", lambda head: types.SimpleNamespace(table_file="x", dispatch=found))
+        resolved = types.SimpleNamespace(table_file="x", dispatch=found, knows_screens=fresh)
+        monkeypatch.setattr(rivals, "resolve", lambda head: resolved)
         ours = rivals.Ours(rivals.Shape(48, 777), [weight, weight.clone()], 3)
         return ours, ours.entrants(rivals.Workload(ours.heads[0], 3, "typical"), "plain")
 
@@ -1073,6 +1074,8 @@ def test_the_path_of_a_server_with_a_table_is_marked_and_one_configuration_is_ra
     _, (entered, same) = make()
     assert [one.path for one in entered] == ["ours-fused", "ours-tuned-screened"]
     assert entered[1].form.startswith("screened") and list(same) == ["ours-picked", "ours-screened", "ours-tuned"]
+    _, (entered, _) = make(fresh=False)
+    assert [one.path for one in entered] == ["ours-fused"], "a stale table does not say so, and this head is too small"
 
 
 def test_a_cell_in_which_a_device_fails_is_recorded_and_left_out_from_then_on(load, make_result):
