@@ -158,7 +158,8 @@ def _read(pointer, edit_stride, columns, valid, found, FLAG: tl.constexpr, other
 
 @triton.jit
 def _scaled(logits, scale):
-    return tl.where(logits < 0, logits * scale, tl.div_rn(logits, scale))
+    # The product is rounded before a bias is added, in every kernel.
+    return tl.where(logits < 0, mul_rn(logits, scale), tl.div_rn(logits, scale))
 
 
 @triton.jit
@@ -330,11 +331,21 @@ def start_split(first_tile, NUM_GROUPS: tl.constexpr, BLOCK_B: tl.constexpr):
 
 
 @triton.jit
-def relative_mass(mass, peak, reference, inv_temperature):
-    """A mass relative to the logit ``peak`` as one relative to ``reference``: 0 where ``peak`` is -inf; ``reference``
+def relative_weight(logits, reference, inv_temperature):
+    """The weights of logits at temperature, relative to the logit ``reference``: 0 where a logit is -inf; ``reference``
     may be -inf then."""
     shift = tl.where(reference == float("-inf"), 0.0, reference)
-    return mass * tl.exp2((peak - shift) * (inv_temperature * LOG2_E))
+    return tl.exp2((logits - shift) * (inv_temperature * LOG2_E))
+
+
+@triton.jit
+def relative_mass(mass, peak, reference, inv_temperature):
+    """A mass relative to the logit ``peak`` as one relative to ``reference``, as ``relative_weight`` has it.
+
+    The product is rounded: as part of a fused multiply-add of a reduction, it would give each thread another sum, and
+    threads that branch by it would part.
+    """
+    return mul_rn(mass, relative_weight(peak, reference, inv_temperature))
 
 
 @triton.jit

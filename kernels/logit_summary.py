@@ -30,6 +30,7 @@ from .epilogue import (
     find_edits,
     invert_temperature,
     relative_mass,
+    relative_weight,
     transform_logits,
 )
 from .intrinsics import mul_rn
@@ -171,7 +172,7 @@ def summarize_logits_kernel(
         if tile_mass_ptr is not None:
             inv_temperature = temperature_of(temperature_ptr, row)
             largest = tl.max(peak)
-            mass = tl.sum(relative_mass(1.0, logits, largest, inv_temperature))
+            mass = tl.sum(relative_weight(logits, largest, inv_temperature))
             slot = (row * num_tiles + tile) * 2
             tl.store(tile_mass_ptr + slot, largest)
             tl.store(tile_mass_ptr + slot + 1, mass)

@@ -30,7 +30,7 @@ import triton.language as tl
 
 from . import rng
 from .config import ScreenConfig, TruncationConfig, cdiv
-from .epilogue import find_edits, invert_temperature, relative_mass, rows_truncated
+from .epilogue import find_edits, invert_temperature, relative_weight, rows_truncated
 from .intrinsics import LN_2, LOG2_E, float_to_ordered, log2, ordered_to_float
 from .launch import launch, resident_programs, supports_early_launch
 from .params import ROW_POINTERS, BatchParams, LMHead, SampleOutput
@@ -537,7 +537,7 @@ def _draw_row(
     num_listed = list_groups_above(low, maxima, group_max, list_ptr, num_groups, BLOCK_S, CANDIDATES)
     logits = listed_logits(row_logits, list_ptr, num_listed, CANDIDATES)
     reference = tl.where(largest == float("-inf"), 0.0, largest) * inv_temperature
-    weights = relative_mass(1.0, logits, largest, inv_temperature)
+    weights = relative_weight(logits, largest, inv_temperature)
     limits_k = (top_k >= 1) & (top_k < vocab_size)
     k = tl.where(limits_k, top_k, vocab_size)
     p_hi = tl.full([], float("inf"), tl.float32)

@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 
 from . import rng
-from .epilogue import perturb, relative_mass
+from .epilogue import perturb, relative_weight
 from .intrinsics import LOG2_E, float_to_ordered, ordered_to_float
 from .workspace import GROUPS_PER_BLOCK
 
@@ -239,7 +239,7 @@ def draw_small_top_k(
     bound = bound_of_top_k(maxima, largest, top_k, SHIFT)
     num_listed = list_groups_above(bound, maxima, group_max, list_ptr, num_groups, BLOCK_S, CANDIDATES)
     logits = listed_logits(row_logits, list_ptr, num_listed, CANDIDATES)
-    weights = relative_mass(1.0, logits, largest, inv_temperature)
+    weights = relative_weight(logits, largest, inv_temperature)
     p = tl.where(top_p < 1.0, top_p * total, float("inf"))
     if (min_p > 0.0) & (top_p < 1.0):
         # With min-p, top-p is of what top-k has left.
@@ -328,7 +328,7 @@ def measure(
     for first in tl.range(0, num_blocks, GATHER):
         following = _load_blocks(row_logits, list_ptr, first + GATHER, num_blocks, listed, width, GATHER)
         logits = block.to(tl.float32)
-        weights = relative_mass(1.0, logits, largest, inv_temperature)
+        weights = relative_weight(logits, largest, inv_temperature)
         count_low += tl.where(logits > low, 1.0, 0.0)
         mass_low += tl.where(logits > low, weights, 0.0)
         count_high += tl.where(logits > high, 1.0, 0.0)
