@@ -3,9 +3,10 @@
 One heat per kind and size of batch. In each round of a heat both paths draw the same batch, one directly after the
 other, so that each finds the other's bytes in the cache, not its own. The decision is a pure function of these times.
 
-Hidden states are made from the head's own rows: how many groups of ids a screen leaves to rescore depends on how far
-the largest logits are from the rest, and on the lengths of hidden states and rows (``screened_sample.py``). A server
-whose traffic leaves more than these pauses its screen (``sglang/screen_lifecycle.py``).
+Hidden states are made from the head's own rows, less the mean of all: how many groups of ids a screen leaves to rescore
+depends on how far the largest logits are from the rest, and on the lengths of hidden states and rows
+(``screened_sample.py``). The rows of trained heads have a direction in common, which raises all logits alike. A server
+whose traffic leaves more groups than these rows pauses its screen (``sglang/screen_lifecycle.py``).
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from .dispatch import DispatchTable
-from .kernels.config import ScreenConfig
+from .kernels.config import ScreenConfig, cdiv
 from .kernels.params import BatchParams, LMHead, Truncation
 from .kernels.workspace import Workspace
 from .kinds import BATCH_KINDS, KIND_NAMES, MAX_SCREENED_ROWS, MIN_RACED_BYTES, BatchKind, Config, SamplingPath
 from .paths import Parts, launch, on_device_of, slots_for
-from .selfcheck import CHUNK_IDS, edits_of_every_kind
+from .selfcheck import edits_of_every_kind
 from .tables.lookup import bucket_for, ranges_of
 
 SIZES = (1, 2, 4, 8, 16, 32, 64)
@@ -44,9 +45,13 @@ SPREAD = 2.0  # standard errors of the mean saving
 # The rows of a batch, in turn. The colder a row, the more groups a screen leaves to rescore.
 TEMPERATURES = (0.8, 1.0, 0.6, 0.3)
 TRUNCATIONS = ((50, 0.9), (20, 0.95), (40, 1.0))  # top-k, which a screen serves up to 64, and top-p
-# Standard deviation of a row's logits, and the logits that its likeliest ids have beyond that: several ids that could
-# be drawn, one that is almost certain, none.
-PROFILES = ((2.0, tuple(14.0 - 1.2 * math.log(rank) for rank in range(1, 17))), (3.0, (20.0,)), (1.0, ()))
+# Standard deviation of a row's logits, and how far its likeliest ids are above the mean beyond that. The first two are
+# like most rows of a trained model: several ids that could be drawn, one that is almost certain. The third has no
+# likely id: greedy or at a low temperature, it leaves many more groups than most rows of a trained model do. It is one
+# row in three, so a race errs on the hard side, as a tuned table does: the tuner's workload has the same three kinds
+# (``autotune/workload.py``).
+PROFILES = ((2.0, tuple(17.0 - 1.2 * math.log(rank) for rank in range(1, 17))), (3.0, (23.0,)), (1.0, ()))
+MEAN_OF_IDS = 2048  # ids, spread over the vocabulary, whose rows give the mean row of a head
 
 Times = list[list[float]]  # microseconds: of each call, of each round
 
@@ -318,17 +323,21 @@ def _in_turn(values: Sequence[float], turn: torch.Tensor) -> torch.Tensor:
 
 def _hidden_states(head: LMHead, turn: torch.Tensor) -> torch.Tensor:
     """``[ROUNDS, B, D]``, the profile of each row in turn. turn: ``[ROUNDS, B]``."""
-    weight = head.weight.detach()
+    weight = head.weight.detach()[: head.vocab_size]
     device, width = weight.device, weight.shape[1]
     generator = torch.Generator(device).manual_seed(1)
-    length = weight[:CHUNK_IDS].float().norm(dim=1).mean().clamp(min=1e-6)
+    some = weight[:: cdiv(len(weight), MEAN_OF_IDS)].float()
+    mean = some.mean(dim=0)
+    length = (some - mean).norm(dim=1).mean().clamp(min=1e-6)
     noise = torch.randn(*turn.shape, width, generator=generator, device=device)
     hidden = noise * (_in_turn([deviation for deviation, _ in PROFILES], turn) / length)[..., None]
-    # A row of the head, divided by the square of its length, gives its own id a logit of 1, and most others little.
+    # A row of the head less the mean row, divided by the square of its length, gives its own id a logit 1 above the
+    # mean, and most others little. With the mean row in it, 16 of them would raise all logits by as much as their own,
+    # and make hidden states so long that the screen's bounds are several times as wide.
     likely = torch.zeros(len(PROFILES), width, device=device)
     for place, (_, logits) in enumerate(PROFILES):
-        step = max(1, head.vocab_size // (len(logits) + 1))
+        step = max(1, len(weight) // (len(logits) + 1))
         for rank, logit in enumerate(logits):
-            row = weight[min((rank + 1) * step, head.vocab_size - 1)].float()
-            likely[place] += logit * row / row.square().sum().clamp(min=1e-6)
+            row = weight[min((rank + 1) * step, len(weight) - 1)].float() - mean
+            likely[place] += logit * row / row.square().sum().clamp(min=length.square() / 4)  # an unused id's is short
     return ((hidden + likely[turn % len(PROFILES)]) / (head.logit_scale or 1.0)).to(weight.dtype)

@@ -336,15 +336,26 @@ def test_on_a_gpu_a_race_of_loaded_kernels_takes_less_than_its_limit(device):
     assert all(min(heat.builtin) > floor and min(heat.screened) > floor / 2 for heat in outcome.heats)
 
 
-def test_the_made_rows_have_likely_ids_and_ids_of_a_usual_spread(device):
+@pytest.mark.parametrize("common", [0.0, 1.0], ids=["rows in all directions", "rows with a common direction"])
+def test_the_made_rows_have_likely_ids_and_ids_of_a_usual_spread(device, common):
     generator = torch.Generator().manual_seed(0)
-    weight = torch.randn(4 * VOCAB, 2048, generator=generator).to(device)
+    weight = (torch.randn(4 * VOCAB, 2048, generator=generator) + common).to(device)
     turn = torch.arange(3, device=device)[None, :]
     hidden = screen_race._hidden_states(LMHead(weight), turn)[0]
     logits = hidden.float() @ weight.T.float()
-    typical, peaked, flat = logits.std(dim=1).tolist()
-    assert flat == pytest.approx(1.0, abs=0.1) and 1.9 < typical < 2.6 and 2.9 < peaked < 3.3
+    typical, peaked, flat = logits.sort(dim=1).values[:, :-16].std(dim=1).tolist()
+    assert flat == pytest.approx(1.0, abs=0.1) and 1.9 < typical < 2.7 and 2.8 < peaked < 3.2
+    typical, peaked, flat = (logits.amax(dim=1) - logits.mean(dim=1)).tolist()
+    assert 15 < typical < 22 and 20 < peaked < 27 and flat < 5
     probability = torch.softmax(logits, dim=1).amax(dim=1).tolist()
-    assert probability[1] > 0.9 > probability[0] > 0.1 > probability[2]
+    assert probability[1] > 0.95 > probability[0] > 0.1 > probability[2]
     scaled = screen_race._hidden_states(LMHead(weight, logit_scale=0.25), turn)[0]
     assert torch.allclose(scaled * 0.25, hidden, rtol=0.02, atol=0.02)
+
+
+def test_an_id_that_was_never_trained_makes_no_long_hidden_state(device):
+    weight = torch.randn(VOCAB, 64, generator=torch.Generator().manual_seed(0)).to(device)
+    turn = torch.ones(1, 1, dtype=torch.int64, device=device)  # the profile with one likely id
+    usual = screen_race._hidden_states(LMHead(weight), turn).norm()
+    weight[VOCAB // 2] = weight.mean(dim=0)
+    assert screen_race._hidden_states(LMHead(weight), turn).norm() < 2 * usual
