@@ -1,4 +1,4 @@
-"""The screened path against the built-in choice: a short race on a head without a tuned table, when its server starts.
+"""The screened path against the built-in choice: a short race at the start of a server whose table knows no screen.
 
 One heat per kind and size of batch. In each round of a heat both paths draw the same batch, one directly after the
 other, so that each finds the other's bytes in the cache, not its own. The decision is a pure function of these times.
