@@ -158,8 +158,8 @@ def _read(pointer, edit_stride, columns, valid, found, FLAG: tl.constexpr, other
 
 @triton.jit
 def _scaled(logits, scale):
-    # The product is rounded before a bias is added, in every kernel.
-    return tl.where(logits < 0, mul_rn(logits, scale), tl.div_rn(logits, scale))
+    # With 0 added, the product is rounded before a bias is added, in every kernel.
+    return tl.where(logits < 0, tl.fma(logits, scale, 0.0), tl.div_rn(logits, scale))
 
 
 @triton.jit
