@@ -22,12 +22,12 @@ from kernel_cases import Mix, Rows, random_rows
 
 from sgl_flashsample import BatchParams, Head, LMHead, Logprobs, WantedLogprobs
 from sgl_flashsample.cpu_path import draws_in_host_memory
-from sgl_flashsample.kernels.gather_logprobs import gather_logprobs, head_logprobs
-from sgl_flashsample.kernels.logit_summary import LOWEST_LOGPROB, LogitRows, RowSummary
-from sgl_flashsample.kernels.merge_logprobs import merge_logprobs, pack_logprobs
+from sgl_flashsample.kernels.gather_logprobs import head_logprobs
+from sgl_flashsample.kernels.logit_summary import LOWEST_LOGPROB, LogitRows
 from sgl_flashsample.kernels.params import LogitsSpec
 from sgl_flashsample.kernels.reference import log_softmax_ref, top_logprobs_ref
-from sgl_flashsample.kernels.top_logprobs import WIDTHS, TopLogprobs, top_logprobs
+from sgl_flashsample.kernels.top_logprobs import WIDTHS
+from sgl_flashsample.logprobs import merge_parts, read_logprobs
 
 MOST_ERROR = 2e-5  # of a logprob down to -50, and as large a share of one below
 NEAR = 4e-7  # a share of two logits: those of a near-tie are less far apart
@@ -137,10 +137,8 @@ def make_batch(index: int, device: torch.device, vocabularies: tuple[Vocabulary,
 
 
 def by_ranks(asked: Asked, tokens: torch.Tensor) -> Logprobs:
-    """The logprobs of shards of the vocabulary, merged."""
+    """The logprobs of shards of the vocabulary, merged as servers merge those of prompts on ranks."""
     logits, wanted, parts = asked.rows.logits, asked.wanted, []
-    assert wanted.token_ids is not None
-    ids = torch.cat([tokens[:, None], wanted.token_ids.expand(len(tokens), -1)], 1)
     (num_rows, vocab), num_ranks = logits.shape, RANKS[logits.dtype]
     width = -(-vocab // num_ranks // 16) * 16
     for start in range(0, num_ranks * width, width):
@@ -149,19 +147,22 @@ def by_ranks(asked: Asked, tokens: torch.Tensor) -> Logprobs:
             part = torch.nn.functional.pad(logits[:, start : start + size], (0, width - size)).contiguous()
             spec = LogitsSpec(size, start, shards=num_ranks, total_ids=vocab)
             rows = LogitRows(part, spec, asked.params, original=wanted.original)
-            top = top_logprobs(rows, wanted.top)
-            assert top.log_mass is not None
-            found = gather_logprobs(rows, ids, summary=RowSummary(log_mass=top.log_mass))
+            found = read_logprobs(rows, tokens, wanted)
         else:
-            top = TopLogprobs.empty(num_rows, wanted.top, logits.device)
-            assert top.log_mass is not None
-            top.token_ids.fill_(-1), top.logprobs.fill_(LOWEST_LOGPROB), top.logits.fill_(-math.inf)
-            top.log_mass[:] = top.log_mass.new_tensor([-math.inf, 0.0])
-            found = torch.full_like(found, LOWEST_LOGPROB)
-        parts.append(pack_logprobs(top, found, top.log_mass))
-    merged, of_ids, log_mass = merge_logprobs(torch.stack(parts), wanted.top, counts=wanted.counts)
-    assert of_ids is not None
-    return Logprobs(of_ids[:, 0], merged, of_ids[:, 1:], log_mass)
+            found = nothing(wanted, num_rows, logits.device)
+        parts.append(found.pack(tokens=True))
+    return merge_parts(torch.stack(parts), wanted)
+
+
+def nothing(wanted: WantedLogprobs, num_rows: int, device: torch.device) -> Logprobs:
+    """The logprobs of a shard without ids."""
+    found = Logprobs.empty(wanted, num_rows, device)
+    assert found.top is not None and found.of_ids is not None and found.log_mass is not None
+    found.top.token_ids.fill_(-1), found.top.logits.fill_(-math.inf)
+    for logprobs in (found.of_tokens, found.of_ids, found.top.logprobs):
+        logprobs.fill_(LOWEST_LOGPROB)
+    found.log_mass[:] = found.log_mass.new_tensor([-math.inf, 0.0])
+    return found
 
 
 class Way(NamedTuple):
