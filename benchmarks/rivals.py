@@ -435,7 +435,7 @@ class Ours:
         return True
 
     def entrants(self, batch: Workload, mode: str) -> tuple[list[Entrant], dict[str, str]]:
-        """Those that differ, and {path: the earlier one whose configuration it has}."""
+        """The entrants with different configurations, and {path: the earlier path that has its configuration}."""
         entered: dict[str, Entrant] = {}
         same: dict[str, str] = {}
         sampling = MODES[mode]
@@ -520,7 +520,7 @@ class Law:
 
 
 def legal(entered: Sequence[Entrant], law: Law, unusual: dict[str, str], miss: Callable[..., None]) -> list[Entrant]:
-    """Those of ``entered`` whose tokens are right; the others are missed. unusual: of ``Session``; what cannot run is
+    """The entrants whose tokens are right; the others are recorded as missing. unusual: of ``Session``; what cannot run is
     not called, and the race records it."""
     fine = []
     for one in entered:
