@@ -520,8 +520,8 @@ class Law:
 
 
 def legal(entered: Sequence[Entrant], law: Law, unusual: dict[str, str], miss: Callable[..., None]) -> list[Entrant]:
-    """The entrants whose tokens are right; the others are recorded as missing. unusual: of ``Session``; what cannot run is
-    not called, and the race records it."""
+    """The entrants whose tokens are right; the others are recorded as missing. unusual: of ``Session``. An entrant that
+    cannot run is not called here: the race records it."""
     fine = []
     for one in entered:
         if unusual.get(one.name, EAGER) != EAGER:
