@@ -25,6 +25,7 @@ from serving import needs_sglang
 
 from sgl_flashsample import SampleOutput, sample_from_logits
 from sgl_flashsample.kernels.reference import philox4x32_ref
+from sgl_flashsample.kernels.top_logprobs import TopLogprobs
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "tests" / "proof"
@@ -568,7 +569,7 @@ def test_another_id_another_value_and_anything_behind_a_count_are_counted_and_ne
         values = [of_all[one] for one in ids]
         values[0] += changed.get("value", 0.0)
         columns = [*ids, behind[0]], [*values, behind[1]], [*logits[0, ids].tolist(), behind[2]]
-        top = logprobs.TopLogprobs(*(torch.tensor([column]) for column in columns), None)
+        top = TopLogprobs(*(torch.tensor([column]) for column in columns), None)
         given = torch.tensor([[of_all[5] + changed.get("given", 0.0), low]])
         token = torch.tensor([of_all[2] + changed.get("token", 0.0)])
         wanted = logprobs.WantedLogprobs(5, torch.tensor([4]), torch.tensor([[5, 6]]))
