@@ -4,15 +4,12 @@ search."""
 from __future__ import annotations
 
 import collections
-import html
-import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import optuna
 import plotly.graph_objects as go
-from plotly.offline import get_plotlyjs
 
 from ..kinds import BATCH_KINDS, BatchKind, SamplingPath
 from ..tables.schema import ITEMSIZE, Entry, Table
@@ -20,6 +17,7 @@ from .baselines import ARGMAX, EXPONENTIAL, FLASHINFER, MULTINOMIAL
 from .decide import entry_of
 from .decisions import CONFIDENT, Decision, baseline_ratio, decisions, device_and_head, screen_cost
 from .labels import GEMM, config_of, key_of
+from .pages import document, environment_section, figure_html, grid, sized, text
 from .plan import EFFORTS, Plan
 from .study import STARTUP, finished_study
 from .trials import read_events, recalled
@@ -41,16 +39,6 @@ LINES = {
     EXPONENTIAL: "#17becf",
     FLASHINFER: "#bcbd22",
 }
-HEIGHT = 420
-GREY = "rgba(128,128,128,.35)"  # grid lines; visible on a light page and on a dark one
-_STYLE = """
-:root{color-scheme:light dark}
-body{font:14px/1.45 system-ui,sans-serif;max-width:1000px;margin:24px auto;padding:0 16px}
-h1{font-size:20px}h2{font-size:16px;margin-top:28px;border-bottom:1px solid #8884}.scroll{overflow-x:auto}
-table{border-collapse:collapse;font-variant-numeric:tabular-nums}td,th{padding:2px 10px;text-align:right}
-td.l,th.l{text-align:left}tr:nth-child(even){background:#8881}th{opacity:.7;font-weight:600}
-code{font:12px ui-monospace,monospace}details{margin:6px 0}summary{cursor:pointer}
-"""
 
 
 def page(table: Table, log: Path | None) -> str:
@@ -60,22 +48,18 @@ def page(table: Table, log: Path | None) -> str:
     logged = recalled((event for event in events if event.get("event") == "decided"), entry_of)
     sizes = list(decisions(table, logged))
     kinds = list(dict.fromkeys(one.kind for one in sizes))
-    return "\n".join(
+    return document(
+        table.file_name,
         (
-            "<!doctype html><html lang=en><meta charset=utf-8>",
-            "<meta name=viewport content='width=device-width'>",
-            f"<title>{_text(table.file_name)}</title><style>{_STYLE}</style>",
-            f"<script>{get_plotlyjs()}</script>",
             _summary(table, sizes),
-            _html(overview(sizes)) if sizes else "",
-            _html(ratios(sizes)) if any(one.gemm_us for one in sizes) else "",
+            figure_html(overview(sizes)) if sizes else "",
+            figure_html(ratios(sizes)) if any(one.gemm_us for one in sizes) else "",
             "<h2>All sizes</h2>" if kinds else "",
             *(_kind_section(kind, [one for one in sizes if one.kind == kind]) for kind in kinds),
             _search_section(table, events),
             _rejected_section(table, events),
             _environment_section(table),
-            "</html>\n",
-        )
+        ),
     )
 
 
@@ -113,7 +97,7 @@ def overview(sizes: Sequence[Decision]) -> go.Figure:
     )
     title = "Choices: microseconds, and the time of the fastest GEMM with a sampler over them"
     figure = go.Figure(heatmap).update_layout(title=title, xaxis_title="rows of the batch")
-    return _sized(figure, height=130 + 42 * len(kinds))
+    return sized(figure, height=130 + 42 * len(kinds))
 
 
 def ratios(sizes: Sequence[Decision]) -> go.Figure:
@@ -158,38 +142,7 @@ def ratios(sizes: Sequence[Decision]) -> go.Figure:
     figure.update_layout(updatemenus=[menu], title="Times over that of the GEMM alone")
     rows = sorted({one.rows for one in sizes})
     figure.update_xaxes(type="log", title="rows of the batch", tickvals=rows, ticktext=list(map(str, rows)))
-    return _sized(figure)
-
-
-def _sized(figure: go.Figure, height: int = HEIGHT) -> go.Figure:
-    """Readable on a light page and on a dark one."""
-    figure.update_xaxes(gridcolor=GREY, zerolinecolor=GREY).update_yaxes(gridcolor=GREY, zerolinecolor=GREY)
-    return figure.update_layout(
-        autosize=True,
-        height=height,
-        margin={"l": 60, "r": 20, "t": 60, "b": 45},
-        paper_bgcolor="rgba(0,0,0,0)",
-        plot_bgcolor="rgba(0,0,0,0)",
-        font={"color": "#808080"},
-    )
-
-
-def _html(figure: go.Figure) -> str:
-    return figure.to_html(full_html=False, include_plotlyjs=False, config={"displayModeBar": False, "responsive": True})
-
-
-def _text(value: Any) -> str:
-    return html.escape(str(value))
-
-
-def _grid(rows: Sequence[dict[str, Any]], left: Sequence[str]) -> str:
-    """A table with the keys of ``rows`` as its head. left: the columns that are text."""
-
-    def line(tag: str, cells: Iterable[Any]) -> str:
-        named = zip(rows[0], cells, strict=True)
-        return "<tr>" + "".join(f"<{tag}{' class=l' if name in left else ''}>{_text(cell)}" for name, cell in named)
-
-    return f"<table>{line('th', rows[0])}{''.join(line('td', row.values()) for row in rows)}</table>" if rows else ""
+    return sized(figure)
 
 
 def _summary(table: Table, sizes: Sequence[Decision]) -> str:
@@ -211,10 +164,10 @@ def _summary(table: Table, sizes: Sequence[Decision]) -> str:
     trials, seconds = (provenance.get(name, "?") for name in ("trials", "seconds"))
     effort = f"Effort {table.effort}, {trials} configurations tried, {seconds} s."
     title = f"{device.name}, LM head {head}"
-    first_paragraph = f"<p><b>{_text(first.strip())}</b></p>" if first else ""
+    first_paragraph = f"<p><b>{text(first.strip())}</b></p>" if first else ""
     return (
-        f"<h1>{_text(title)}</h1>{first_paragraph}{_screen_summary(table, sizes)}"
-        f"<p>{_text(line)}. {_text(effort)}{state}</p>"
+        f"<h1>{text(title)}</h1>{first_paragraph}{_screen_summary(table, sizes)}"
+        f"<p>{text(line)}. {text(effort)}{state}</p>"
     )
 
 
@@ -261,8 +214,8 @@ def _kind_section(kind: BatchKind, sizes: Sequence[Decision]) -> str:
         }
         for one in sizes
     ]
-    grid = _grid(rows, ("takes", "others, µs", "checked"))
-    return f"<details><summary>{kind}</summary><div class=scroll>{grid}</div></details>"
+    shown = grid(rows, ("takes", "others, µs", "checked"))
+    return f"<details><summary>{kind}</summary><div class=scroll>{shown}</div></details>"
 
 
 def _search_section(table: Table, events: Sequence[dict[str, Any]]) -> str:
@@ -277,9 +230,9 @@ def _search_section(table: Table, events: Sequence[dict[str, Any]]) -> str:
     parts = ["<h2>Search</h2><p>Time over that of the study's first configuration, where it does best.</p>"]
     for name, trials in by_study.items():
         rejected = sum(bool(trial.get("reason")) for trial in trials)
-        figures = "".join(map(_html, study_figures(plan, name, trials)))
+        figures = "".join(map(figure_html, study_figures(plan, name, trials)))
         title = f"{name}: {len(trials)} configurations, {rejected} rejected"
-        parts.append(f"<details><summary>{_text(title)}</summary>{figures}</details>")
+        parts.append(f"<details><summary>{text(title)}</summary>{figures}</details>")
     return "".join(parts)
 
 
@@ -298,11 +251,11 @@ def study_figures(plan: Plan, name: str, trials: Sequence[dict[str, Any]]) -> It
         return
     known = sum(trial.value is not None for trial in study.trials)
     if known:
-        yield _sized(optuna.visualization.plot_optimization_history(study, target_name="ratio"))
+        yield sized(optuna.visualization.plot_optimization_history(study, target_name="ratio"))
     if known >= STARTUP:
         evaluator = optuna.importance.PedAnovaImportanceEvaluator()
         try:
-            yield _sized(optuna.visualization.plot_param_importances(study, evaluator=evaluator))
+            yield sized(optuna.visualization.plot_param_importances(study, evaluator=evaluator))
         except (RuntimeError, ValueError):  # one value on every axis
             return
 
@@ -320,13 +273,11 @@ def _rejected_section(table: Table, events: Sequence[dict[str, Any]]) -> str:
 
     rejected = (event for event in events if event.get("event") in ("trial", "refused") and event.get("reason"))
     rows = list(recalled(rejected, line))
-    grid = _grid(rows, ("configuration", "reason", "detail"))
-    details = f"<details><summary>all</summary><div class=scroll>{grid}</div></details>" if grid else ""
-    return f"{between}<h2>Rejected</h2><p>{_text(counts)}</p>{details}"
+    shown = grid(rows, ("configuration", "reason", "detail"))
+    details = f"<details><summary>all</summary><div class=scroll>{shown}</div></details>" if shown else ""
+    return f"{between}<h2>Rejected</h2><p>{text(counts)}</p>{details}"
 
 
 def _environment_section(table: Table) -> str:
     known = {**table.env, "effort": table.effort, **table.measure, **table.provenance}
-    rows = [{"name": name, "value": json.dumps(value)} for name, value in sorted(known.items())]
-    grid = _grid(rows, ("name", "value"))
-    return f"<h2>Environment</h2><details><summary>all</summary><div class=scroll>{grid}</div></details>"
+    return environment_section(known)
