@@ -228,15 +228,6 @@ class Ratio:
         return cls._of_log(statistics.fmean(logs), _error(logs), len(logs) - 1, alpha)
 
     @classmethod
-    def unpaired(cls, mine: Sequence[float], theirs: Sequence[float], alpha: float) -> Ratio:
-        """``mine`` over ``theirs``, as many samples of each, not in pairs. Raises ValueError for fewer than two."""
-        logs = [[math.log(sample) for sample in samples] for samples in (mine, theirs)]
-        if len(mine) != len(theirs) or len(mine) < 2:
-            raise ValueError(f"{len(mine)} and {len(theirs)} samples; expected as many, at least 2")
-        off = statistics.fmean(logs[0]) - statistics.fmean(logs[1])
-        return cls._of_log(off, math.hypot(*map(_error, logs)), 2 * (len(mine) - 1), alpha)
-
-    @classmethod
     def _of_log(cls, mean: float, error: float, dof: int, alpha: float) -> Ratio:
         half = t_quantile(1 - alpha / 2, dof) * error
         return cls(math.expm1(mean), error, math.expm1(mean - half), math.expm1(mean + half))

@@ -55,6 +55,7 @@ from common import DRY_RUN, Benchmark, Result
 from lab.servers import PretendedServer
 from servers import check_server_options, server_options
 
+from sgl_flashsample.autotune.race import Ratio
 from sgl_flashsample.autotune.timing import Timing
 from sgl_flashsample.model_config import shard_of
 from sgl_flashsample.sglang.exchange import bytes_received
@@ -71,6 +72,7 @@ from sgl_flashsample.tools.bench import (
     generate,
     measure,
 )
+from sgl_flashsample.tools.comparison import ALPHA
 from sgl_flashsample.tools.samplings import SAMPLINGS, SERVED, Sampling, server_arguments
 from sgl_flashsample.tools.server import Server, ServerError
 
@@ -270,10 +272,11 @@ class ModelRun:
         """Verdicts of independent comparisons by the same two servers, by cell: the change of the time per
         token and its interval, in percent, and how many of them call our server faster and slower."""
         for sampling, batch, about in self.cells("repeats", self.options.batches):
-            ratios = [
-                measure(servers, LOAD, sampling, batch, self.options.pairs, latencies=False).ratio
+            cells = [
+                measure(servers, LOAD, sampling, batch, self.options.pairs, latencies=False)
                 for _ in range(2 if DRY_RUN else REPEATS)
             ]
+            ratios = [Ratio.paired(cell.samples[OURS][0], cell.samples[STOCK][0], ALPHA) for cell in cells]
             verdicts = {"faster": sum(r.high < 0 for r in ratios), "slower": sum(r.low > 0 for r in ratios)}
             percent = [[round(100 * value, 2) for value in (r.off, r.low, r.high)] for r in ratios]
             print(f"{self.name} {sampling:12} B={batch:<3} {len(ratios)} repeats: {verdicts} {percent}", flush=True)

@@ -76,16 +76,21 @@ environment (1 may also be spelt true, yes or on, and 0 false, no or off):
 
 _BENCH_HELP = """\
 Starts SGLang's server twice with the same arguments, once with its own sampler and once with this backend, and sends
-both the same kind of requests. Arguments that are not listed here go to both servers unchanged. Where two servers do
-not fit on the GPU they run in turns. A difference is named only where its 99 % confidence interval excludes zero.
+both the same kind of requests, in pairs of measurements, until each cell is decided or the time is over. Arguments that
+are not listed here go to both servers unchanged. Where two servers do not fit on the GPU they run in turns.
+
+answers: "faster by 5.1 ± 0.9 %" where the interval of the change excludes 0; "equal within 1.4 %" where it lies within
+2 %; "not decided yet (about 3 more minutes)". The interval is a confidence sequence (a t statistic against a normal
+mixture of effects): with 99 % it holds the true change after every pair at once, so stopping when decided is sound.
 
 samplings: t1 (temperature 1), trunc (temperature 0.7, top_p 0.9, top_k 50), greedy, penalty, json, logprob,
 top-logprobs, ids (logprobs of 16 given ids), prompt-logprobs, processor (a custom logit processor: SGLang's own sampler
 serves it in both); with --traffic also mix: 40 % trunc, 20 % t1, 20 % greedy, 10 % penalties or bias, 10 % JSON or
 logprobs
 
-A batch of the same requests from start to end is measured. With --traffic, clients send requests with prompts of 32 to
-512 tokens and answers of 16 to 512, each its next one when the last is answered.
+A batch of the same requests from start to end is measured: the time per output token. With --traffic, clients send
+requests with prompts of 32 to 512 tokens and answers of 16 to 512, each its next one when the last is answered: tokens
+per second.
 """
 _WARM_HELP = """\
 Compiles the kernels that a server launches for a model's LM head into Triton's cache (TRITON_CACHE_DIR, else
@@ -264,27 +269,24 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
     for name, default, metavar, about in (
         ("samplings", "t1,trunc,greedy", "NAMES", "samplings, separated by commas"),
         ("batches", "1,8,32", "SIZES", "numbers of requests at once, separated by commas"),
-        ("pairs", 6, "N", "samples of each server"),
+        ("minutes", 10.0, "N", "time in all, with the starts of the servers"),
         ("input-tokens", 32, "N", "tokens of a prompt"),
         ("output-tokens", 200, "N", "tokens of an answer"),
-        ("starts", 2, "N", "starts of each server, if they run in turns"),
         ("logs", ".cache/bench", "FOLDER", "folder for the logs of the servers"),
     ):
         about += " (default: %(default)s)"
         parser.add_argument(f"--{name}", type=type(default), default=default, metavar=metavar, help=about)
     parser.add_argument("--in-turns", action="store_true", help="do not run both servers at once, even if they fit")
-    about = "also run SGLang's bench_serving against both, at this many requests per second"
+    about = "then also run SGLang's bench_serving against both, at this many requests per second"
     parser.add_argument("--load", type=float, metavar="RATE", help=about)
     about = (
         "instead, tokens per second of so many clients (16,64,256 by default), whose requests end and join all the time"
     )
     parser.add_argument("--traffic", nargs="?", const="16,64,256", metavar="CLIENTS", help=about)
-    about = "seconds of a cell of --traffic, at most (default: %(default)s)"
-    parser.add_argument("--seconds", type=float, default=60.0, metavar="N", help=about)
     about = "sampling backend of stock SGLang (default: its own choice)"
     parser.add_argument("--sampling-backend", metavar="NAME", help=about)
     parser.add_argument("--json", metavar="FILE", help="write the results, with all samples")
-    parser.add_argument("--html", metavar="FILE", help="write the results as a page")
+    parser.add_argument("--html", metavar="FILE", help="write the results as a page (extra: tune)")
 
 
 def bench(options: argparse.Namespace, arguments: list[str]) -> int:
@@ -298,15 +300,13 @@ def bench(options: argparse.Namespace, arguments: list[str]) -> int:
         raise ValueError(f"{where} is {sizes!r}; expected integers separated by commas, such as 1,8,32") from None
     for option, values, least in (
         (where, batches, 1),
-        ("--pairs", [options.pairs], 2),
-        ("--starts", [options.starts], 2),
+        ("--minutes", [options.minutes], 1),
         ("--input-tokens", [options.input_tokens], 1),
         ("--output-tokens", [options.output_tokens], 16),
-        ("--seconds", [options.seconds], 15),
     ):
         if min(values) < least:
             raise ValueError(f"{option} is {min(values):g}; expected {least} or more")
-    for option, given in (("--load", options.load), ("--html", options.html), ("--in-turns", options.in_turns or None)):
+    for option, given in (("--load", options.load), ("--in-turns", options.in_turns or None)):
         if traffic and given is not None:
             raise ValueError(f"{option} is no option of a measurement with --traffic; leave it out")
     if options.load is not None and not options.load > 0:
@@ -317,8 +317,9 @@ def bench(options: argparse.Namespace, arguments: list[str]) -> int:
     for option, file in (("--json", options.json), ("--html", options.html)):
         if file is not None:
             check_writable(file, option)  # now, not after the measurement
-    if importlib.util.find_spec("sglang") is None:
-        raise ModuleNotFoundError(name="sglang")
+    for package in ("sglang", *["plotly"] * (options.html is not None), *["scipy"] * traffic):
+        if importlib.util.find_spec(package) is None:
+            raise ModuleNotFoundError(name=package)
     from .model_config import config_file, head_of
     from .tools import bench as benchmark
     from .tools import traffic as moving
@@ -339,14 +340,12 @@ def bench(options: argparse.Namespace, arguments: list[str]) -> int:
             arguments=tuple(arguments),
             samplings=tuple(names),
             batches=tuple(batches),
-            pairs=options.pairs,
+            minutes=options.minutes,
             load=moving.load_of(ids) if traffic else load,
             logs=Path(options.logs).resolve(),
             backend=options.sampling_backend,
             in_turns=options.in_turns,
-            starts=options.starts,
             rate=options.load,
-            seconds=options.seconds,
         ),
         *(None if file is None else Path(file) for file in (options.json, options.html)),
     )

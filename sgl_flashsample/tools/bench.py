@@ -6,18 +6,18 @@ batch, divided by the tokens between them: no prefill, no HTTP. An answer has be
 it is read as JSON later. The latencies between tokens are those of one request of the batch, which streams its answer
 while the others wait for theirs.
 
-Where the memory allows, both servers run side by side and each cell is measured in pairs: stock, ours, then ours,
-stock, and so on, so that drift falls on both. Else they start in turns, stock, ours, ours, stock, and what is compared
-are the medians of the starts. A difference is named only if the confidence interval of the ratio excludes 1.
+Where the memory allows, both servers run side by side, and pairs are measured: stock, ours, then ours, stock, and so
+on, so that drift falls on both. Else they start in turns, stock, ours, ours, stock, and a pair is the medians of two
+starts. Cells that are not decided (``comparison.py``) take turns, until all are or the time is over.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import html
 import itertools
 import json
+import math
 import os
 import random
 import re
@@ -30,28 +30,29 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from time import perf_counter
+from time import monotonic, perf_counter
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from .. import __version__
-from ..autotune.race import Ratio
 from ..autotune.timing import Timing, describe_machine, memory_share
 from ..files import write_whole
+from .comparison import EQUAL, FASTER, MARGIN, OPEN, SLOWER, Comparison
 from .progress import Progress
 from .samplings import SAMPLINGS, Sampling, server_arguments
 from .server import RequestError, Server, ServerError
 
 STOCK, OURS = "stock", "flashsample"
 SIDE_BY_SIDE, IN_TURNS = "side by side", "in turns"
-ALPHA = 0.01  # chance that equal servers are called different, per cell
 COUNTERS_EVERY = {"FLASHSAMPLE_LOG_SECONDS": "0.2"}  # environment: how often the counters are brought up to date
 HALF = 0.47  # of a GPU's memory: what the first server may take if the second is to run beside it
 SPARE_TOKENS = 4096  # of the KV cache, beyond what a batch of prompts and answers takes
-LOAD_REQUESTS = 200  # of SGLang's bench_serving
+LOAD_REQUESTS, LOAD_RUNS = 200, 2  # of SGLang's bench_serving: requests of a run, runs against each server
 PERCENTILES = (50, 99)
 ATTEMPTS = 3
+TURN_PAIRS = 2  # of a cell, until the next cell's turn: each server comes first once
 
 
 class Load(NamedTuple):
@@ -62,7 +63,7 @@ class Load(NamedTuple):
     prompt_tokens: int = 32
     short: int = 8
     long: int = 200
-    seconds: float = 1.0
+    seconds: float = 0.5
 
     def prompts(self, batch: int) -> list[list[int]]:
         return [random.choices(self.ids, k=self.prompt_tokens) for _ in range(batch)]
@@ -181,8 +182,9 @@ def check_active(server: Server) -> None:
 
 @dataclasses.dataclass
 class Cell:
-    """samples, gaps: microseconds by server's name; per output token, and between the tokens of one request. A list of
-    samples per start of the server. paths, host_us: of the last server, ours."""
+    """samples, gaps: microseconds by server's name, the baseline's first; per output token, and between the tokens of
+    one request. A list of samples per start of the server. in_turns: a pair is the medians of two starts, not two
+    samples. paths, host_us: of the last server, ours. seconds: that its pairs have taken."""
 
     sampling: str
     batch: int
@@ -190,46 +192,68 @@ class Cell:
     gaps: dict[str, list[float]] = dataclasses.field(default_factory=dict)
     paths: dict[str, float] = dataclasses.field(default_factory=dict)
     host_us: float = 0.0
+    in_turns: bool = False
+    seconds: float = 0.0
+
+    @property
+    def title(self) -> str:
+        return f"{SAMPLINGS[self.sampling].title}; batch of {self.batch}"
+
+    @property
+    def place(self) -> dict[str, Any]:
+        return {"sampling": self.sampling, "batch": self.batch}
 
     def timing(self, label: str) -> Timing:
         return Timing.of([sample for start in self.samples[label] for sample in start])
 
     @property
-    def ratio(self) -> Ratio:
-        """The last server's time divided by the first one's, minus 1. Raises ValueError for fewer than two pairs of
-        samples, or for servers that were started in turns fewer than twice."""
-        stock, ours = self.samples.values()
-        if len(stock) == 1:
-            return Ratio.paired(ours[0], stock[0], ALPHA)
-        return Ratio.unpaired(list(map(statistics.median, ours)), list(map(statistics.median, stock)), ALPHA)
+    def comparison(self) -> Comparison:
+        """Of the last server's time per token with the first one's."""
+        each = list(self.samples.values()) if len(self.samples) == 2 else [[], []]
+        if self.in_turns:
+            stock, ours = ([statistics.median(start) for start in starts] for starts in each)
+        else:
+            stock, ours = ([sample for start in starts for sample in start] for starts in each)
+        return Comparison.of(stock, ours, more_is_faster=False)
+
+    @property
+    def pair_seconds(self) -> float:
+        return self.seconds / max(1, self.comparison.pairs)
 
     @property
     def verdict(self) -> str:
-        """The change of the time per token and its confidence interval, in percent."""
-        off, low, high = (100 * value for value in (self.ratio.off, self.ratio.low, self.ratio.high))
-        if high < 0:
-            return f"{-off:.1f} % faster (99 % interval {-high:.1f} to {-low:.1f} %)"
-        if low > 0:
-            return f"{off:.1f} % slower (99 % interval {low:.1f} to {high:.1f} %)"
-        return f"no difference (99 % interval {low:+.1f} to {high:+.1f} %)"
+        return self.comparison.words(self.pair_seconds)
 
     def percentiles(self, label: str) -> list[float]:
         """PERCENTILES of the times between tokens, in µs; empty where none were taken."""
-        gaps = sorted(self.gaps.get(label, []))
-        return [gaps[min(len(gaps) - 1, len(gaps) * percent // 100)] for percent in PERCENTILES] if gaps else []
+        gaps = self.gaps.get(label)
+        return np.percentile(gaps, PERCENTILES).tolist() if gaps else []
 
     def rows(self) -> list[dict[str, Any]]:
         """For a result file, one per server."""
         rows: list[dict[str, Any]] = []
         for label in self.samples:
             timing, samples = self.timing(label), [round(us, 1) for start in self.samples[label] for us in start]
-            row = {"sampling": self.sampling, "batch": self.batch, "backend": label, "tpot_us": round(timing.us, 1)}
+            row = {**self.place, "backend": label, "tpot_us": round(timing.us, 1)}
             latencies = zip(PERCENTILES, self.percentiles(label), strict=False)
             row |= {f"itl_p{percent}_us": round(us, 1) for percent, us in latencies}
             rows.append(row | {"spread_us": round(timing.spread, 1), "samples": samples})
         if self.paths:
             rows[-1] |= {"paths": self.paths, "host_us": self.host_us}
         return rows
+
+    @property
+    def shown(self) -> dict[str, str]:
+        """What is measured beside the answer, in words."""
+        timings = [self.timing(label) for label in self.samples]
+        latencies = [[f"{us / 1000:.2f}" for us in self.percentiles(label)] for label in self.samples]
+        between = [f"p{percent} {one} -> {two}" for percent, one, two in zip(PERCENTILES, *latencies, strict=False)]
+        return {
+            "µs per token": " -> ".join(f"{timing.us:.0f}" for timing in timings),
+            "tokens/s": " -> ".join(f"{self.batch * 1e6 / timing.us:.0f}" for timing in timings),
+            "ms between tokens": ", ".join(between),
+            "served by": ", ".join(f"{path} {share:.0%}" for path, share in self.paths.items()),
+        }
 
 
 def measure(
@@ -239,24 +263,35 @@ def measure(
     batch: int,
     pairs: int,
     *,
+    cell: Cell | None = None,
     latencies: bool = True,
-    step: Callable[[], Any] = lambda: None,
+    step: Callable[[Cell], Any] = lambda cell: None,
+    over: Callable[[], bool] = lambda: False,
 ) -> Cell:
-    """A cell of one server, or of two that run at once, the baseline first. pairs: samples of each. latencies: also
-    those between tokens. step: called after each sample."""
-    cell, request, labels = Cell(sampling, batch), SAMPLINGS[sampling], list(servers)
-    order = [label for pair in range(pairs) for label in (labels if pair % 2 == 0 else reversed(labels))]
-    for label, server in servers.items():
+    """A cell of one server, or of two that run at once, the baseline first. pairs: samples of each. cell: the one to
+    add them to. latencies: also those between tokens, with the first pairs. step: called after each pair. over: no pair
+    is begun where it is true."""
+    cell, request, labels = cell or Cell(sampling, batch), SAMPLINGS[sampling], list(servers)
+    for server in servers.values():
         generate(server, load, batch, request, load.short)  # compiles, and fills caches
+    first = not cell.samples
+    for label in labels if first else ():
         cell.samples[label] = [[]]
-    before = Counters.of(servers[labels[-1]], load)
-    for label in order:
-        cell.samples[label][0].append(tpot_us(servers[label], load, batch, request))
-        step()
-    after = Counters.of(servers[labels[-1]], load)
-    cell.paths, cell.host_us = after.shares_since(before), after.host_us_since(before)
-    if latencies:
-        cell.gaps = {label: gaps_us(server, load, batch, request) for label, server in servers.items()}
+    before = Counters.of(servers[labels[-1]], load) if first else None
+    began, done = monotonic(), len(cell.samples[labels[0]][0])
+    for pair in range(done, done + pairs):
+        if over():
+            break
+        for label in labels if pair % 2 == 0 else reversed(labels):
+            cell.samples[label][0].append(tpot_us(servers[label], load, batch, request))
+        cell.seconds += monotonic() - began
+        began = monotonic()
+        step(cell)
+    if before is not None:
+        after = Counters.of(servers[labels[-1]], load)
+        cell.paths, cell.host_us = after.shares_since(before), after.host_us_since(before)
+        if latencies:
+            cell.gaps = {label: gaps_us(server, load, batch, request) for label, server in servers.items()}
     return cell
 
 
@@ -265,42 +300,51 @@ def measure(
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """model: a folder or a hub's name. arguments: of both servers. backend: stock's sampling backend, None for what
-    SGLang takes by itself. in_turns: do not try side by side. starts: of each server where they run in turns. rate:
-    requests per second of SGLang's bench_serving, None without it. seconds: of a cell of moving traffic."""
+    """model: a folder or a hub's name. arguments: of both servers. batches: requests at once, or clients. minutes: of
+    the whole measurement, with the starts of the servers. backend: stock's sampling backend, None for what SGLang takes
+    by itself. in_turns: do not try side by side. rate: requests per second of SGLang's bench_serving, None without."""
 
     model: str
     arguments: tuple[str, ...]
     samplings: tuple[str, ...]
     batches: tuple[int, ...]
-    pairs: int
     load: Load
     logs: Path
+    minutes: float = 10.0
     backend: str | None = None
     in_turns: bool = False
-    starts: int = 2
     rate: float | None = None
-    seconds: float = 60.0
+
+    @property
+    def places(self) -> list[tuple[str, int]]:
+        return list(itertools.product(self.samplings, self.batches))
 
 
 class Bench:
-    """Runs the comparison, and shows at any time what it does and how long the rest takes. After each cell its lines
-    are printed and ``json_file`` and ``html_file`` written.
+    """Runs the comparison, and shows at any time what it does and how much time is left. When a cell is decided, its
+    lines are printed and ``json_file`` and ``html_file`` written; the others' at the end.
 
-    cells, loads: what is complete. mode: how the servers run. unwritten: files that could not be written with all that
-    is complete, and why.
+    cells: what has pairs. loads: of bench_serving. mode: how the servers run. unwritten: files that could not be
+    written with all that is measured, and why.
     """
+
+    compared, size_option = "time per token", "--batches"  # what a pair compares; the option that has the sizes
 
     def __init__(self, options: Options, json_file: Path | None = None, html_file: Path | None = None) -> None:
         self.options, self._json_file, self._html_file = options, json_file, html_file
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.mode = SIDE_BY_SIDE
-        self.cells: list[Cell] = []
         self.loads: list[dict[str, Any]] = []
         self.unwritten: dict[Path, str] = {}
         self.refused: dict[tuple[str, int], str] = {}  # cells whose requests a server does not take, and why
-        self._progress = Progress(1.5 * options.load.seconds)
+        self._cells: dict[tuple[str, int], Any] = {}
+        self._told: set[tuple[str, int]] = set()  # cells whose lines are printed
+        self._progress = Progress(60 * options.minutes, len(options.places))
         self._say = self._progress.say
+
+    @property
+    def cells(self) -> list[Any]:
+        return [cell for place, cell in self._cells.items() if place not in self.refused and cell.comparison.pairs]
 
     def server(self, label: str) -> Server:
         """Not started."""
@@ -321,7 +365,7 @@ class Bench:
     def started(self, label: str) -> Iterator[Server]:
         self._say(f"starting {label}")
         self._progress.begin(f"starting {label}")
-        began = time.monotonic()
+        began = monotonic()
         with self.server(label) as server:
             for sampling in self._kinds:
                 self._progress.begin(f"{label}'s first requests of {sampling}")
@@ -329,26 +373,33 @@ class Bench:
                     generate(server, self.options.load, 2, SAMPLINGS[sampling], 4)
                 except RequestError as error:
                     self._leave_out([place for place in self._places if place[0] == sampling], error)
-            self._progress.has_started(time.monotonic() - began)
-            self._say(f"{label} is ready after {time.monotonic() - began:.0f} s")
+            self._say(f"{label} is ready after {monotonic() - began:.0f} s")
             if label == OURS:
                 check_active(server)
             yield server
 
     def run(self) -> None:
-        """Raises ServerError for a server that does not start or answer."""
+        """Raises ServerError for a server that does not start or answer, and where the time is over before anything
+        was measured."""
         if self.device.type == "cpu":
             self._say("no CUDA GPU found: SGLang runs on the CPU, and the times say nothing about a GPU")
-        with self._progress.shown():
-            self._compare()
-        for line in load_lines(self):
-            print(line)
-        self._write()
+        number = len(self.options.places)
+        self._say(
+            f"{self.options.model}: stock SGLang -> flashsample, {number} cell{'s' * (number > 1)}; about "
+            f"{self.options.minutes:g} minutes, starts of the servers included"
+        )
+        try:
+            with self._progress.shown():
+                self._compare()
+        finally:
+            if self.cells:
+                self._finish()
+        if not self.cells:
+            raise ServerError(f"nothing was measured in {self.options.minutes:g} minutes: --minutes gives it more")
 
     def _compare(self) -> None:
         if self.options.in_turns:
             return self._in_turns()
-        self._progress.expect(2, 2 * len(self._places) * self.options.pairs)
         with self.started(STOCK) as stock:
             share = memory_share(self.device)
             if share <= HALF:
@@ -364,43 +415,65 @@ class Bench:
         self._in_turns()
 
     def _side_by_side(self, servers: dict[str, Server]) -> None:
-        options = self.options
-        self._progress.expect(0, 2 * len(self._places) * options.pairs)
-        for place in self._places:
-            if (cell := self._measured(servers, place)) is not None:
-                self._complete(cell)
-        for label in (STOCK, OURS, STOCK, OURS) if options.rate is not None else ():
+        while (places := self._undecided) and self._progress.left > 0:
+            for place in places:
+                if self._progress.left > 0:
+                    self._measure(servers, place, self._cells.setdefault(place, Cell(*place)))
+                    self._show_decided()
+        for label in (STOCK, OURS, OURS, STOCK) if self.options.rate is not None else ():
             self._serve_load(label, servers[label])
 
     def _in_turns(self) -> None:
-        options, self.mode = self.options, IN_TURNS
-        order = ([STOCK, OURS, OURS, STOCK] * options.starts)[: 2 * options.starts]
-        self._say(f"the servers are started one after another: {', '.join(order)}")
-        self._progress.expect(len(order), len(order) * len(self._places) * options.pairs)
-        cells = {place: Cell(*place) for place in self._places}
-        for number, label in enumerate(order):
-            with self.started(label) as server:
-                for place in self._places:
-                    whole = cells[place]
-                    if (part := self._measured({label: server}, place)) is None:
-                        continue
-                    whole.samples.setdefault(label, []).extend(part.samples[label])
-                    whole.gaps.setdefault(label, []).extend(part.gaps[label])
-                    if label == OURS:
-                        whole.paths, whole.host_us = part.paths, part.host_us
-                    if number == len(order) - 1:
-                        self._complete(whole)
-                if options.rate is not None:
-                    self._serve_load(label, server)
+        self.mode, began = IN_TURNS, monotonic()
+        self._say("the servers are started one after another: stock, flashsample, flashsample, stock, and so on")
+        for turn in itertools.count():
+            if not (places := self._undecided) or (turn and self._progress.left < (monotonic() - began) / turn):
+                return
+            for label in (STOCK, OURS) if turn % 2 == 0 else (OURS, STOCK):
+                with self.started(label) as server:
+                    for place in places:
+                        if place not in self.refused and self._progress.left > 0:
+                            self._add_start(label, server, place)
+                    if self.options.rate is not None and turn < LOAD_RUNS:
+                        self._serve_load(label, server)
+            for cell in self.cells:
+                cell.seconds = monotonic() - began  # of all cells: a start is one for each
+            self._show_decided()
 
-    def _measured(self, servers: Mapping[str, Server], place: tuple[str, int]) -> Cell | None:
-        """A cell; None where a server refuses its requests."""
-        self._progress.begin(f"{place[0]}, batch {place[1]}")
+    def _add_start(self, label: str, server: Server, place: tuple[str, int]) -> None:
+        whole = self._cells.setdefault(place, Cell(*place, samples={STOCK: [], OURS: []}, in_turns=True))
+        part = Cell(*place)
+        self._measure({label: server}, place, part)
+        if not part.samples.get(label, [[]])[0]:
+            return
+        whole.samples[label] += part.samples[label]
+        whole.gaps.setdefault(label, []).extend(part.gaps.get(label, []))
+        if label == OURS:
+            whole.paths, whole.host_us = part.paths, part.host_us
+
+    def _measure(self, servers: Mapping[str, Server], place: tuple[str, int], cell: Cell) -> None:
+        """Pairs of a cell, which is left out where a server refuses its requests."""
+
+        def step(cell: Cell) -> None:
+            self._progress.know(self._known(place))
+
+        self._progress.begin(f"{place[0]}, batch {place[1]}", self._known(place))
         try:
-            return measure(servers, self.options.load, *place, self.options.pairs, step=self._progress.step)
+            measure(
+                servers,
+                self.options.load,
+                *place,
+                TURN_PAIRS,
+                cell=cell,
+                step=step,
+                over=lambda: self._progress.left <= 0,
+            )
         except RequestError as error:
             self._leave_out([place], error)
-            return None
+
+    def _known(self, place: tuple[str, int]) -> str:
+        comparison = self._cells[place].comparison
+        return comparison.percent if comparison.pairs else "no pair yet"
 
     def _leave_out(self, places: list[tuple[str, int]], error: RequestError) -> None:
         """Measure the other cells. Raises ServerError where none is left."""
@@ -418,35 +491,51 @@ class Bench:
     @property
     def _places(self) -> list[tuple[str, int]]:
         """The cells that no server has refused."""
-        places = itertools.product(self.options.samplings, self.options.batches)
-        return [place for place in places if place not in self.refused]
+        return [place for place in self.options.places if place not in self.refused]
+
+    @property
+    def _undecided(self) -> list[tuple[str, int]]:
+        cells = self._cells
+        return [place for place in self._places if place not in cells or not cells[place].comparison.decided]
 
     @property
     def missing(self) -> list[dict[str, Any]]:
-        """The cells that have no result yet."""
-        done = {(cell.sampling, cell.batch) for cell in self.cells}
+        """The cells without a pair."""
+        done = [place for place, cell in self._cells.items() if cell.comparison.pairs]
+        size = "clients" if self.size_option == "--traffic" else "batch"
         return [
-            {"sampling": sampling, "batch": batch, "reason": self.refused.get((sampling, batch), "not reached")}
-            for sampling, batch in itertools.product(self.options.samplings, self.options.batches)
-            if (sampling, batch) not in done
+            {"sampling": place[0], size: place[1], "reason": self.refused.get(place, "not reached")}
+            for place in self.options.places
+            if place in self.refused or place not in done
         ]
 
-    def _complete(self, cell: Cell) -> None:
-        self.cells.append(cell)
-        if len(self.cells) == 1:
-            self._say(heading(self))
-        for line in cell_lines(cell):
+    def _show_decided(self) -> None:
+        decided = {place for place, cell in self._cells.items() if cell.comparison.decided}
+        self._progress.decided(len(decided - self.refused.keys()), len(self._places))
+        if new := [place for place in self._cells if place in decided - self._told]:
+            for place in new:
+                self._tell(place)
+            self._write()
+
+    def _tell(self, place: tuple[str, int]) -> None:
+        self._told.add(place)
+        for line in cell_lines(self._cells[place]):
+            self._say(line)
+
+    def _finish(self) -> None:
+        """Tell of the cells that are not decided, and write all."""
+        for place, cell in self._cells.items():
+            if place not in self._told | self.refused.keys() and cell.comparison.pairs:
+                self._tell(place)
+        for line in (*load_lines(self), closing(self, self._progress.elapsed / 60)):
             self._say(line)
         self._write()
-
-    def _result(self) -> dict[str, Any]:
-        return result(self)
 
     def _write(self) -> None:
         """Files that cannot be written now may be after the next cell: the measurement goes on."""
         self.unwritten = {}
         texts = {
-            self._json_file: lambda: json.dumps(self._result(), indent=1) + "\n",
+            self._json_file: lambda: json.dumps(result(self), indent=1) + "\n",
             self._html_file: lambda: page(self),
         }
         for file, text in texts.items():
@@ -480,23 +569,28 @@ class Bench:
 # --- results --------------------------------------------------------------------------------------------------------
 
 
-def result(bench: Bench) -> dict[str, Any]:
-    """The complete cells, for a JSON file."""
-    options, cells = bench.options, bench.cells
-    comparisons = [
-        {"sampling": cell.sampling, "batch": cell.batch, "verdict": cell.verdict} | cell.ratio.rounded for cell in cells
-    ]
+def environment(bench: Bench) -> dict[str, Any]:
+    """What the results depend on."""
     about = {
-        "model": model_name(options),
-        "command": command(options),
-        "arguments": options.arguments,
+        "model": model_name(bench.options),
+        "command": command(bench),
+        "arguments": bench.options.arguments,
         "mode": bench.mode,
-        "pairs": options.pairs,
-        "not_run": bench.missing,
+        "minutes": bench.options.minutes,
     }
-    env = describe_machine(bench.device) | {"sgl_flashsample": __version__, "date": time.strftime("%Y-%m-%d")}
-    rows = [row for cell in cells for row in cell.rows()]
-    return {"env": env | about, "rows": rows, "comparisons": comparisons, "load": bench.loads}
+    machine = describe_machine(bench.device)
+    return machine | {"sgl_flashsample": __version__, "date": time.strftime("%Y-%m-%d")} | about
+
+
+def result(bench: Bench) -> dict[str, Any]:
+    """What is measured, for a JSON file."""
+    cells = bench.cells
+    return {
+        "env": environment(bench) | {"not_run": bench.missing},
+        "rows": [row for cell in cells for row in cell.rows()],
+        "comparisons": [cell.place | {"verdict": cell.verdict} | cell.comparison.fields() for cell in cells],
+        "load": bench.loads,
+    }
 
 
 def model_name(options: Options) -> str:
@@ -505,33 +599,37 @@ def model_name(options: Options) -> str:
     return folder.resolve().name if folder.is_dir() else options.model
 
 
-def command(options: Options) -> str:
+def command(bench: Bench) -> str:
     """The command that measures the same cells again."""
-    load = options.load
+    options, load = bench.options, bench.options.load
     words = ["--model-path", model_name(options), "--samplings", ",".join(options.samplings)]
-    words += ["--batches", ",".join(map(str, options.batches)), "--pairs", str(options.pairs)]
-    words += ["--input-tokens", str(load.prompt_tokens), "--output-tokens", str(load.long)]
+    words += [bench.size_option, ",".join(map(str, options.batches)), "--minutes", f"{options.minutes:g}"]
+    if bench.size_option == "--batches":
+        words += ["--input-tokens", str(load.prompt_tokens), "--output-tokens", str(load.long)]
+    words += ["--in-turns"] * options.in_turns
+    words += ["--sampling-backend", options.backend] if options.backend is not None else []
     return shlex.join(["sgl-flashsample", "bench", *words, *options.arguments])
 
 
-def heading(bench: Bench) -> str:
-    options = bench.options
-    tokens = options.load.long - options.load.short
-    starts = "" if bench.mode == SIDE_BY_SIDE else f" in each of {options.starts} starts"
-    samples = f"{options.pairs} samples of {tokens} tokens{starts}"
-    return f"{options.model}: stock SGLang -> flashsample, {bench.mode}, {samples}"
-
-
-def cell_lines(cell: Cell) -> Iterator[str]:
+def cell_lines(cell: Any) -> Iterator[str]:
     """A cell as text of at most 100 columns."""
-    stock, ours = (cell.timing(label) for label in cell.samples)
-    rates = " -> ".join(f"{cell.batch * 1e6 / timing.us:.0f}" for timing in (stock, ours))
-    latencies = [[f"{us / 1000:.2f}" for us in cell.percentiles(label)] for label in cell.samples]
-    between = [f"p{percent} {one} -> {other}" for percent, one, other in zip(PERCENTILES, *latencies, strict=False)]
-    paths = ", ".join(f"{path} {share:.0%}" for path, share in cell.paths.items())
-    yield f"{SAMPLINGS[cell.sampling].title}; batch of {cell.batch}:"
-    yield f"    {stock.us:.0f} -> {ours.us:.0f} us per step: {cell.verdict}"
-    yield f"    {rates} tokens/s; inter-token latency, ms: {', '.join(between)}; flashsample's tokens: {paths}"
+    first, *others = (f"{name} {value}" for name, value in cell.shown.items() if value)
+    yield f"{cell.title}: {cell.verdict}"
+    yield f"    {first}; {cell.comparison.pairs} pairs: {cell.comparison.percent}"
+    if others:
+        yield f"    {'; '.join(others)}"
+
+
+def closing(bench: Bench, minutes: float) -> str:
+    """How many cells are decided, and what would decide the others. minutes: that were spent."""
+    cells = bench.cells
+    more = [cell.comparison.more_pairs * cell.pair_seconds / 60 for cell in cells if not cell.comparison.decided]
+    decided, total = len(cells) - len(more), len(cells) + len(bench.missing)
+    line = f"{decided} of {total} cells decided in {minutes:.0f} minutes"
+    if more:
+        needed = minutes + (sum(more) if bench.mode == SIDE_BY_SIDE else max(more))
+        line += f"; about --minutes {math.ceil(needed)} decides the others"
+    return line
 
 
 def load_lines(bench: Bench) -> Iterator[str]:
@@ -541,35 +639,46 @@ def load_lines(bench: Bench) -> Iterator[str]:
         yield f"bench_serving, {load['backend']}: {values}"
 
 
-_STYLE = """
-:root{color-scheme:light dark;--grey:#8a8a8a;--ours:#3b82c4}
-body{font:14px/1.5 system-ui,sans-serif;max-width:1000px;margin:24px auto;padding:0 16px}
-h1{font-size:20px}table{border-collapse:collapse;width:100%;font-variant-numeric:tabular-nums}
-td,th{padding:3px 8px;text-align:left;border-bottom:1px solid #8884}
-.bar{height:9px;background:var(--grey)}.ours{background:var(--ours)}td.bars{width:30%}
-"""
-
-
 def page(bench: Bench) -> str:
-    """The complete cells, as one self-contained HTML page."""
-    longest = max((cell.timing(label).us for cell in bench.cells for label in cell.samples), default=1.0)
-    rows = []
-    for cell in bench.cells:
-        timings = [cell.timing(label) for label in cell.samples]
-        bars = "".join(
-            f'<div class="bar{" ours" * place}" style="width:{100 * timing.us / longest:.1f}%"></div>'
-            for place, timing in enumerate(timings)
-        )
-        between = (f"{timing.us:.0f}" for timing in timings)
-        paths = ", ".join(f"{path} {share:.0%}" for path, share in cell.paths.items())
-        texts = (SAMPLINGS[cell.sampling].title, cell.batch, " → ".join(between), cell.verdict, paths)
-        columns = "".join(f"<td>{html.escape(str(text))}</td>" for text in texts)
-        rows.append(f"<tr>{columns}<td class=bars>{bars}</td></tr>")
-    names = ("sampling", "batch", "µs per token", "change", "served by", "time per token")
-    head, title = "".join(f"<th>{name}</th>" for name in names), html.escape(heading(bench))
-    loads = "".join(f"<p>{html.escape(line)}</p>" for line in load_lines(bench))
-    return (
-        f"<!doctype html><html lang=en><meta charset=utf-8><title>{title}</title><style>{_STYLE}</style>"
-        f"<h1>{title}</h1><p>Grey is stock SGLang, blue is flashsample; shorter is better.</p>"
-        f"<table><tr>{head}</tr>{''.join(rows)}</table>{loads}</html>\n"
+    """What is measured, as one self-contained HTML page. Needs plotly."""
+    from ..autotune.pages import document, environment_section, figure_html, grid, text
+
+    env, cells = environment(bench), bench.cells
+    title = f"{env['model']}: stock SGLang and flashsample"
+    versions = ", ".join(f"{name} {env[name]}" for name in ("sglang", "torch", "triton") if env.get(name))
+    rows = [{"cell": cell.title, "answer": cell.verdict, "pairs": cell.comparison.pairs} | cell.shown for cell in cells]
+    parts = (
+        f"<h1>{text(title)}</h1>",
+        f"<p>{text(env['device'])}, {text(env['date'])}, {text(versions)}, sgl-flashsample {text(__version__)}. "
+        f"Servers {text(bench.mode)}.</p><p><code>{text(env['command'])}</code></p>",
+        figure_html(changes(bench)),
+        f"<div class=scroll>{grid(rows, tuple(rows[0]))}</div>",
+        *(f"<p>{text(line)}</p>" for line in load_lines(bench)),
+        environment_section(env | {"not run": bench.missing}),
     )
+    return document(title, parts)
+
+
+def changes(bench: Bench) -> Any:
+    """The figure of the cells' changes and their intervals."""
+    import plotly.graph_objects as go
+
+    from ..autotune.pages import sized
+
+    colours = {FASTER: "#1b7837", SLOWER: "#b2182b", EQUAL: "#2166ac", OPEN: "#888888"}
+    figure, titles = go.Figure(), [cell.title for cell in bench.cells]
+    for answer, colour in colours.items():
+        found = [(cell.title, cell.comparison) for cell in bench.cells if cell.comparison.answer == answer]
+        figure.add_scatter(
+            x=[100 * one.middle for _, one in found],
+            y=[title for title, _ in found],
+            error_x={"type": "data", "array": [100 * one.half if one.bounded else None for _, one in found]},
+            mode="markers",
+            marker={"color": colour, "size": 9},
+            name=answer,
+        )
+    figure.add_vrect(-100 * MARGIN, 100 * MARGIN, fillcolor="#888888", opacity=0.15, line_width=0)
+    figure.update_yaxes(categoryorder="array", categoryarray=titles[::-1])
+    figure.update_xaxes(title=f"change of the {bench.compared}, %")
+    figure.update_layout(title="ours over stock, with 99 % intervals; grey: equal", showlegend=True)
+    return sized(figure, height=160 + 34 * len(titles)).update_layout(margin={"l": 280})

@@ -1,10 +1,10 @@
 """When pairs of measurements decide between two servers, and what is said then.
 
-A pair is one measurement of stock SGLang and one of ours, taken one after the other. The logs of the ratios of pairs have
-a mean, which is the change. Its interval is a confidence sequence: it holds the true change after every pair at once with
-``1 - ALPHA``, so a measurement may look after each pair and stop when it likes. (The t statistic against a normal
-mixture of effects, for normal logs of unknown variance: Lai, Annals of Statistics 4, 1976; as an e-process, Wang and
-Ramdas, Anytime-valid t-tests and confidence sequences for Gaussian means with unknown variance, 2023.)
+A pair is one measurement of stock SGLang and one of ours, taken one after the other. The logs of the ratios of pairs
+have a mean, which is the change. Its interval is a confidence sequence: it holds the true change after every pair at
+once with ``1 - ALPHA``, so a measurement may look after each pair and stop when it likes. (The t statistic against a
+normal mixture of effects, for normal logs of unknown variance: Lai, Annals of Statistics 4, 1976; as an e-process, Wang
+and Ramdas, Anytime-valid t-tests and confidence sequences for Gaussian means with unknown variance, 2023.)
 
 There are three answers: faster or slower, where the interval excludes 0; equal, where it lies within ``MARGIN``; not
 decided yet. An interval of ``MARGIN`` width gives one of the first two, whatever the change is.
@@ -63,6 +63,20 @@ class Comparison(NamedTuple):
         return cls(pairs, math.expm1(mean), low, high, spread, more_is_faster)
 
     @property
+    def bounded(self) -> bool:
+        return math.isfinite(self.high)
+
+    @property
+    def middle(self) -> float:
+        """Of the interval; the change where it has no bounds."""
+        return (self.low + self.high) / 2 if self.bounded else self.change
+
+    @property
+    def half(self) -> float:
+        """Half the width of the interval."""
+        return (self.high - self.low) / 2
+
+    @property
     def answer(self) -> str:
         if self.low > 0 or self.high < 0:
             return FASTER if (self.low > 0) == self.more_is_faster else SLOWER
@@ -92,9 +106,9 @@ class Comparison(NamedTuple):
     @property
     def percent(self) -> str:
         """The change and its interval: "-5.1 ± 0.9 %"."""
-        if not math.isfinite(self.high):
+        if not self.bounded:
             return f"{100 * self.change:+.1f} %, of {self.pairs} pair{'s' * (self.pairs != 1)}"
-        return f"{50 * (self.low + self.high):+.1f} ± {_up(50 * (self.high - self.low))} %"
+        return f"{100 * self.middle:+.1f} ± {_up(100 * self.half)} %"
 
     def words(self, pair_seconds: float) -> str:
         """The answer. pair_seconds: that a pair takes."""
@@ -107,9 +121,8 @@ class Comparison(NamedTuple):
 
     def fields(self) -> dict[str, float | int | str | None]:
         """For a result file. low, high: None with fewer than ``LEAST_PAIRS``."""
-        bounded = math.isfinite(self.high)
         numbers = {"change": self.change, "low": self.low, "high": self.high}
-        known = {name: round(value, 5) if bounded or name == "change" else None for name, value in numbers.items()}
+        known = {name: round(value, 5) if self.bounded or name == "change" else None for name, value in numbers.items()}
         return {"answer": self.answer, "pairs": self.pairs, **known}
 
 

@@ -1,63 +1,61 @@
-"""Progress of a long measurement: its step, the time since that began, and the time that is left. A terminal shows a
-bar that is drawn anew each second; another output gets a line when nothing was said for half a minute."""
+"""Progress of a measurement that has so much time: what it does, what is known of it, and the time that is left. A
+terminal shows a bar that is drawn anew each second; another output gets a line when nothing was said for a while."""
 
 from __future__ import annotations
 
 import contextlib
 import sys
 import threading
-import time
 from collections.abc import Iterator
+from time import monotonic
 
 from tqdm import tqdm
 
-LINE_SECONDS = 30.0
-START_SECONDS = 60.0  # that a server is expected to take, until one has started
+LINE_SECONDS = 20.0
 
 
 class Progress:
-    """Numbers of starts and of samples. sample_seconds: the expected time of a sample, until one is taken."""
+    """seconds: of the whole measurement, from now on. total: cells."""
 
-    def __init__(self, sample_seconds: float) -> None:
-        self._bar = tqdm(unit="sample", disable=None, leave=False, bar_format="{desc} |{bar}| {elapsed}")
-        self._sample_seconds, self._start_seconds = sample_seconds, START_SECONDS
-        self._starts = self._samples = self._taken = 0
-        self._what, self._since = "", time.monotonic()
-        self._said = self._sampled = self._since
+    def __init__(self, seconds: float, total: int) -> None:
+        self._bar = tqdm(total=total, disable=None, leave=False, bar_format="{desc} |{bar}|")
+        self._began = self._said = self._since = monotonic()
+        self._seconds, self._total, self._done = seconds, total, 0
+        self._what = self._detail = ""
         self._over = threading.Event()
 
-    def expect(self, starts: int, samples: int) -> None:
-        """Set the numbers of starts and of samples that are left."""
-        self._starts, self._samples, self._taken = starts, samples, 0
-        self._bar.reset(samples)
+    @property
+    def elapsed(self) -> float:
+        return monotonic() - self._began
 
-    def begin(self, what: str) -> None:
-        self._what, self._since = what, time.monotonic()
-        self._sampled = self._since
+    @property
+    def left(self) -> float:
+        """Seconds; below 0 where the time is over."""
+        return self._seconds - self.elapsed
 
-    def has_started(self, seconds: float) -> None:
-        """A server has started, within ``seconds``."""
-        self._starts, self._start_seconds = max(0, self._starts - 1), seconds
+    def begin(self, what: str, detail: str = "") -> None:
+        self._what, self._since, self._detail = what, monotonic(), detail
 
-    def step(self) -> None:
-        """A sample has been taken."""
-        now = time.monotonic()
-        self._sample_seconds, self._sampled = now - self._sampled, now
-        self._taken += 1
-        self._bar.update()
+    def know(self, detail: str) -> None:
+        """What is known by now of what was begun."""
+        self._detail = detail
+
+    def decided(self, done: int, total: int) -> None:
+        self._done, self._total = done, total
+        self._bar.total, self._bar.n = total, done
 
     def say(self, line: str) -> None:
-        self._said = time.monotonic()
+        self._said = monotonic()
         self._bar.write(line, file=sys.stdout)
         sys.stdout.flush()
 
     @property
     def line(self) -> str:
-        now = time.monotonic()
-        left = self._starts * self._start_seconds + max(0, self._samples - self._taken) * self._sample_seconds
-        about = f"{left / 60:.0f} min" if left >= 90 else f"{left:.0f} s"
-        done = f"{self._taken} of {self._samples} samples"
-        return f"{self._what} for {now - self._since:.0f} s; {done}, about {about} left"
+        known = f", {self._detail}" if self._detail else ""
+        left = max(0.0, self.left)
+        at_most = f"{left / 60:.0f} min" if left >= 90 else f"{left:.0f} s"
+        seconds = monotonic() - self._since
+        return f"{self._what} for {seconds:.0f} s{known}; {self._done} of {self._total} decided, at most {at_most} left"
 
     @contextlib.contextmanager
     def shown(self) -> Iterator[None]:
@@ -78,5 +76,5 @@ class Progress:
     def _show_once(self) -> None:
         if not self._bar.disable:
             self._bar.set_description_str(self.line)
-        elif time.monotonic() - self._said >= LINE_SECONDS:
+        elif monotonic() - self._said >= LINE_SECONDS:
             self.say(f"  {self.line}")

@@ -7,16 +7,16 @@ that no server uses (``traffic_client.py``).
 
 Closed loops are compared by equal work: both servers answer the same requests in the same order, so the same count of
 tokens is the same work. The tokens that both have answered within windows are cut into equal segments, and a pair is
-the two running times of one segment. Tokens of the first second after a stop are left out for both servers: requests of
-many clients then wait for prefill. Two windows of equal time hold different requests, whose prompts and answers differ
-more than the servers do. Poisson arrivals come by time, not as the server answers: their pairs are windows.
+the two running times of one segment. A later window adds segments and changes none, so
+one may look after each. Tokens of the first second after a stop are left out for both servers: requests of many clients
+then wait for prefill. Two windows of equal time hold different requests, whose prompts and answers differ more than the
+servers do. Poisson arrivals come by time, not as the server answers: their pairs are windows.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import itertools
 import os
 import re
@@ -28,10 +28,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .. import __version__
 from ..autotune.race import Ratio
-from ..autotune.timing import Timing, describe_machine
-from .bench import ALPHA, OURS, PERCENTILES, STOCK, Bench, Load, model_name
+from ..autotune.timing import Timing
+from .bench import OURS, PERCENTILES, STOCK, Bench, Load
+from .comparison import ALPHA, Comparison
 from .samplings import SAMPLINGS
 from .server import Server, ServerError
 from .traffic_client import ANSWERS, MIX, PROMPTS, TICK, Clients, Plan, Report, kinds_of
@@ -46,10 +46,12 @@ FIGURES = {
     "late_compiles": (("late_compiles_total",), None, 1.0),
 }
 WINDOW, SETTLE = 6.0, 1.0  # seconds; of a window, and after a server goes on until its window begins
-DECIDED = 0.02  # width of the interval of the ratio at which a cell ends: a difference of 2 % is decided
-LEAST_PAIRS = 4  # in a cell that is decided
-SEGMENT, SHORTEST, LEAST_SEGMENTS = 2.0, 0.5, 4  # seconds of the slower server, about; of the faster one, at least
+PRECISE = 0.02  # width of the interval of the ratio at which a cell of the benchmarks ends
+LEAST_PAIRS = 4  # in such a cell
+# A segment has as many tokens as the slower server answers in the first SEGMENT seconds, the faster one in SHORTEST.
+SEGMENT, SHORTEST, LEAST_SEGMENTS = 2.0, 0.5, 4
 FILL = 2.0  # seconds, at least, until a server's first window
+SHORTEST_CELL = 2 * (2 * (WINDOW + SETTLE) + FILL)  # seconds of two pairs of windows
 KV_TOKENS = (sum(PROMPTS) + sum(ANSWERS)) // 2 + 16  # of a request, on average and at its end
 CLIENTS_PER_PROCESS = 64
 
@@ -92,35 +94,51 @@ class Curve(NamedTuple):
     @property
     def spans(self) -> list[tuple[float, float]]:
         """Tokens that had arrived at the start and at the end of each window."""
-        ticks = np.arange(len(self.totals))
-        return [tuple(np.interp(np.divide(window, TICK), ticks, self.totals).tolist()) for window in self.windows]
+        return [tuple(self.tokens(window).tolist()) for window in self.windows]
 
     def seconds(self, tokens: Any) -> Any:
         """Running time at which so many tokens had arrived, by linear interpolation."""
         return TICK * np.interp(tokens, self.totals, np.arange(len(self.totals)))
 
+    def tokens(self, seconds: Any) -> Any:
+        """Tokens that had arrived at a running time, by linear interpolation."""
+        return np.interp(np.divide(seconds, TICK), np.arange(len(self.totals)), self.totals)
+
 
 def equal_work(curves: Sequence[Curve]) -> list[list[float]]:
     """Tokens per second of each server in each segment of the tokens that both answered within windows. Segments have
-    equally many tokens. Without ``LEAST_SEGMENTS`` of ``SHORTEST`` seconds each there are none."""
+    equally many tokens. With fewer than ``LEAST_SEGMENTS`` there are none."""
     common = _common([curve.spans for curve in curves])
+    nothing: list[list[float]] = [[] for _ in curves]
     if not common:
-        return [[] for _ in curves]
+        return nothing
     tokens = np.concatenate([[0.0], np.cumsum([end - start for start, end in common])])
+    starts = np.array([start for start, _ in common])
     # Running time within the common spans alone, at the start of each and at the end of the last.
     within = [np.concatenate([[0.0], np.cumsum([np.ptp(curve.seconds(span)) for span in common])]) for curve in curves]
-    taken = [float(each[-1]) for each in within]
-    number = max(LEAST_SEGMENTS, min(round(max(taken) / SEGMENT), int(min(taken) / SHORTEST)))
-    if min(taken) < number * SHORTEST:
-        return [[] for _ in curves]
-    bounds = np.linspace(0.0, tokens[-1], number + 1)
+    if min(float(times[-1]) for times in within) < SHORTEST or max(float(times[-1]) for times in within) < SEGMENT:
+        return nothing
+
+    def answered(curve: Curve, times: np.ndarray, seconds: float) -> float:
+        """Tokens of the common spans in the first ``seconds`` of a server; all where it took less."""
+        if seconds >= times[-1]:
+            return float(tokens[-1])
+        place = int(np.searchsorted(times, seconds, side="right")) - 1
+        running = curve.seconds(starts[place]) + seconds - times[place]
+        return float(tokens[place] + curve.tokens(running) - starts[place])
+
+    each = list(zip(curves, within, strict=True))
+    segment = max(min(answered(*one, SEGMENT) for one in each), max(answered(*one, SHORTEST) for one in each))
+    number = int(tokens[-1] / segment + 1e-6)
+    if number < LEAST_SEGMENTS:
+        return nothing
+    bounds = np.minimum(segment * np.arange(number + 1), tokens[-1])
     place = np.clip(np.searchsorted(tokens, bounds, side="right") - 1, 0, len(common) - 1)
-    starts = np.array([start for start, _ in common])
     at = starts[place] + bounds - tokens[place]
     speeds = []
-    for curve, times in zip(curves, within, strict=True):
+    for curve, times in each:
         seconds = times[place] + curve.seconds(at) - curve.seconds(starts[place])
-        speeds.append((tokens[-1] / number / np.diff(seconds)).tolist())
+        speeds.append((segment / np.diff(seconds)).tolist())
     return speeds
 
 
@@ -140,31 +158,65 @@ def _percentiles(seconds: Sequence[float]) -> tuple[float, ...]:
 @dataclasses.dataclass
 class TrafficCell:
     """One plan, measured. windows, figures, curves: by server's name, stock first. curves: none where the first seconds
-    are measured."""
+    are measured. before: the same cell, when it was measured earlier; its windows are among these, its work counts.
+    seconds: that it has taken, with those before."""
 
     plan: Plan
     windows: dict[str, list[Window]]
     figures: dict[str, dict[str, float | None]]
     curves: dict[str, Curve] = dataclasses.field(default_factory=dict)
+    before: TrafficCell | None = None
+    seconds: float = 0.0
+
+    @property
+    def title(self) -> str:
+        asked = "mixed requests" if self.plan.sampling == MIX else SAMPLINGS[self.plan.sampling].title
+        return f"{asked}; {self.plan.clients} clients"
+
+    @property
+    def place(self) -> dict[str, Any]:
+        return {"sampling": self.plan.sampling, "clients": self.plan.clients}
 
     @property
     def segments(self) -> dict[str, list[float]]:
         """Tokens per second by server's name, of closed loops, in segments of equal work; empty without such."""
+        earlier = self.before.segments if self.before is not None else {}
         if not self.plan.clients or len(self.curves) != 2:
-            return {}
-        speeds = dict(zip(self.windows, equal_work([self.curves[label] for label in self.windows]), strict=True))
+            return earlier
+        work = equal_work([self.curves[label] for label in self.windows])
+        speeds = {label: earlier.get(label, []) + own for label, own in zip(self.windows, work, strict=True)}
         return speeds if all(speeds.values()) else {}
 
     @property
-    def ratio(self) -> Ratio | None:
-        """Tokens per second of ours over stock's, minus 1. None with fewer than two windows of each, and for closed
-        loops without segments."""
+    def pairs(self) -> list[list[float]]:
+        """Tokens per second of stock and of ours, in pairs: of segments, or of windows. None with a server that has
+        answered nothing."""
         speeds = self.segments
         if not self.plan.clients:
             pairs = min(map(len, self.windows.values()))
             speeds = {label: [one.tokens_s for one in windows[:pairs]] for label, windows in self.windows.items()}
-        stock, ours = speeds.values() if speeds else ([], [])
-        return Ratio.paired(ours, stock, ALPHA) if len(stock) > 1 and min(*stock, *ours) > 0 else None
+        each = list(speeds.values())
+        return each if len(each) == 2 and all(each) and min(*map(min, each)) > 0 else [[], []]
+
+    @property
+    def ratio(self) -> Ratio | None:
+        """Tokens per second of ours over stock's, minus 1, with the interval of a measurement that does not end for
+        what it shows. None with fewer than two pairs."""
+        stock, ours = self.pairs
+        return Ratio.paired(ours, stock, ALPHA) if len(stock) > 1 else None
+
+    @property
+    def comparison(self) -> Comparison:
+        """Of tokens per second, with an interval that holds after each pair of windows."""
+        return Comparison.of(*self.pairs, more_is_faster=True)
+
+    @property
+    def pair_seconds(self) -> float:
+        return self.seconds / max(1, self.comparison.pairs)
+
+    @property
+    def verdict(self) -> str:
+        return self.comparison.words(self.pair_seconds)
 
     @property
     def gap_ratios(self) -> dict[int, Ratio]:
@@ -187,10 +239,10 @@ class TrafficCell:
         return timing.us, timing.spread
 
     @property
-    def decided(self) -> bool:
+    def precise(self) -> bool:
         """The interval is narrow enough, wherever it lies: to stop for where it lies would favour a difference."""
         pairs = len(self.segments.get(OURS, ())) if self.plan.clients else min(map(len, self.windows.values()))
-        return pairs >= LEAST_PAIRS and (ratio := self.ratio) is not None and ratio.high - ratio.low <= DECIDED
+        return pairs >= LEAST_PAIRS and (ratio := self.ratio) is not None and ratio.high - ratio.low <= PRECISE
 
     def rows(self) -> list[dict[str, Any]]:
         """For a result file, one per server. tokens_s, spread: ``speed``; times are medians of the windows. ratio: of
@@ -220,28 +272,28 @@ class TrafficCell:
         }
         return rows
 
+    @property
+    def shown(self) -> dict[str, str]:
+        """What is measured beside the answer, in words."""
+        gaps = [[window.gaps for window in windows if window.gaps] for windows in self.windows.values()]
+        between = ""
+        if all(gaps):
+            medians = [[statistics.median(each[place] for each in one) for one in gaps] for place in (0, 1)]
+            texts = zip(PERCENTILES, medians, strict=True)
+            between = ", ".join(f"p{percent} {stock:.2f} -> {ours:.2f}" for percent, (stock, ours) in texts)
+        speeds = " -> ".join(f"{self.speed(label)[0]:.0f}" for label in self.windows)
+        return {"tokens/s": speeds, "ms between tokens": between}
+
     def line(self) -> str:
-        stock, ours = (self.speed(label)[0] for label in self.windows)
         windows = sum(map(len, self.windows.values()))
-        return f"{stock:.0f} -> {ours:.0f} tokens/s: {verdict(self.ratio)}, {windows} windows"
+        verdict = f": {self.verdict}, {windows} windows" if self.comparison.pairs else ""
+        return f"{self.shown['tokens/s']} tokens/s{verdict}"
 
 
 def bounds_of(ratio: Ratio) -> tuple[float, float, float]:
     """The ratio and the bounds of its interval, as they stand in result files."""
     off, low, high = (round(1 + value, 4) for value in (ratio.off, ratio.low, ratio.high))
     return off, low, high
-
-
-def verdict(ratio: Ratio | None) -> str:
-    """A ratio of tokens per second, minus 1, and its 99 % interval, in words."""
-    if ratio is None or ratio.high > 2 * max(1.0, ratio.off):  # two windows, or a machine that does other things
-        return "too few windows to tell"
-    off, low, high = (100 * value for value in (ratio.off, ratio.low, ratio.high))
-    if low > 0:
-        return f"faster by {off:.1f} % ({low:.1f} to {high:.1f})"
-    if high < 0:
-        return f"slower by {-off:.1f} % ({-high:.1f} to {-low:.1f})"
-    return f"no difference larger than {max(-low, high):.1f} %"
 
 
 def split_cores() -> tuple[list[int], list[int]]:
@@ -387,12 +439,16 @@ def measure(
     seconds: float,
     *,
     window: float = WINDOW,
+    before: TrafficCell | None = None,
+    enough: Callable[[TrafficCell], bool] = lambda cell: cell.precise,
     step: Callable[[TrafficCell, float], Any] = lambda cell, left: None,
 ) -> TrafficCell:
-    """A cell of two servers, the baseline first, or of one. It ends when it is decided, and after ``seconds`` at the
-    latest, but with two pairs. step: called after each pair with the seconds that are left. Raises ServerError."""
-    ends = time.monotonic() + seconds
-    cell = TrafficCell(plan, {label: [] for label in servers}, {})
+    """A cell of two servers, the baseline first, or of one. It ends when it is ``enough``, and after ``seconds`` at the
+    latest, but with two pairs. before: the same cell, to go on with. step: called after each pair with the seconds that
+    are left. Raises ServerError."""
+    began = time.monotonic()
+    cell = TrafficCell(plan, {label: list(before.windows[label]) if before else [] for label in servers}, {})
+    cell.before, earlier = before, before.seconds if before else 0.0
     with _sides(servers, clients) as sides:
         for side in sides:
             side.begin(plan)
@@ -405,9 +461,10 @@ def measure(
                 side.pause()
                 cell.curves[side.label] = side.curve()
             cell.figures = {side.label: side.figures() for side in sides}
-            left = ends - time.monotonic()
+            cell.seconds = earlier + time.monotonic() - began
+            left = began + seconds - time.monotonic()
             step(cell, left)
-            if pair >= 2 and (left < len(sides) * (window + SETTLE) or (len(sides) > 1 and cell.decided)):
+            if pair >= 2 and (left < len(sides) * (window + SETTLE) or (len(sides) > 1 and enough(cell))):
                 return cell
     raise AssertionError
 
@@ -429,43 +486,39 @@ def measure_first(servers: Mapping[str, Server], clients: Clients, plan: Plan, s
 
 class TrafficBench(Bench):
     """``sgl-flashsample bench --traffic``: both servers side by side, a cell per sampling (the mix may be one) and
-    number of clients, which ``options.batches`` has."""
+    number of clients, which ``options.batches`` has. Each cell gets an equal share of the time that is left; what
+    decided cells leave over goes to the others."""
 
-    rows: list[dict[str, Any]]
+    compared, size_option = "tokens per second", "--traffic"
 
     def _compare(self) -> None:
-        places, seconds = list(itertools.product(self.options.samplings, self.options.batches)), self.options.seconds
-        self.rows = []
         servers, mine = split_cores()
-        self._progress.expect(2, 0)
         with contextlib.ExitStack() as stack:
             with on_cores(servers):
                 running = {label: stack.enter_context(self.started(label)) for label in (STOCK, OURS)}
             clients = stack.enter_context(Clients(processes_of(max(self.options.batches), mine), mine))
-            self._say(
-                f"{self.options.model}: stock SGLang -> flashsample, moving traffic, up to {seconds:.0f} s per cell"
-            )
-            for place, (sampling, number) in enumerate(places, 1):
-                title = f"{'mixed requests' if sampling == MIX else SAMPLINGS[sampling].title}; {number} clients"
-                step = functools.partial(self._show, title, seconds * (len(places) - place))
-                self._progress.begin(title)
-                cell = measure(running, clients, Plan(sampling, self.options.load.ids, number), seconds, step=step)
-                self.rows += cell.rows()
-                between = (f"p{p} {' -> '.join(str(row[f'itl_ms_p{p}']) for row in cell.rows())}" for p in PERCENTILES)
-                self._say(f"{title}:\n    {cell.line()}\n    between tokens, ms: {', '.join(between)}")
-                self._write()
+            while (places := self._undecided) and self._progress.left >= SHORTEST_CELL:
+                for number, place in enumerate(places):
+                    seconds = self._progress.left / (len(places) - number)
+                    if self._progress.left >= SHORTEST_CELL:
+                        self._measure_traffic(running, clients, place, max(seconds, SHORTEST_CELL))
+
+    def _measure_traffic(
+        self, servers: Mapping[str, Server], clients: Clients, place: tuple[str, int], seconds: float
+    ) -> None:
+        plan, before = Plan(place[0], self.options.load.ids, place[1]), self._cells.get(place)
+
+        def step(cell: TrafficCell, left: float) -> None:
+            self._cells[place] = cell
+            self._progress.know(cell.comparison.percent)
+
+        self._progress.begin(f"{place[0]}, {place[1]} clients", before.comparison.percent if before else "no pair yet")
+        measure(servers, clients, plan, seconds, before=before, enough=lambda cell: cell.comparison.decided, step=step)
+        self._show_decided()
 
     @property
     def _kinds(self) -> list[str]:
         return list(dict.fromkeys(kind for sampling in self.options.samplings for kind in kinds_of(sampling)))
-
-    def _show(self, title: str, after: float, cell: TrafficCell, left: float) -> None:
-        self._progress.begin(f"{title}: {verdict(cell.ratio)}, at most {max(0.0, left) + after:.0f} s left")
-
-    def _result(self) -> dict[str, Any]:
-        env = describe_machine(self.device) | {"sgl_flashsample": __version__, "date": time.strftime("%Y-%m-%d")}
-        about = {"model": model_name(self.options), "arguments": self.options.arguments}
-        return {"env": env | about | {"seconds": self.options.seconds}, "rows": self.rows}
 
 
 def load_of(ids: range) -> Load:

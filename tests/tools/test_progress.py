@@ -14,27 +14,27 @@ from sgl_flashsample.tools.progress import LINE_SECONDS, Progress
 @pytest.fixture
 def clock(monkeypatch):
     now = [1000.0]
-    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(progress, "monotonic", lambda: now[0])
     return now
 
 
-def test_the_rest_is_guessed_at_first_and_then_measured(clock):
-    shown = Progress(sample_seconds=2.0)
-    shown.expect(starts=2, samples=10)
+def test_a_line_says_what_is_done_what_is_known_and_how_much_time_is_left(clock):
+    shown = Progress(seconds=200.0, total=9)
     shown.begin("starting stock")
     clock[0] += 7
-    assert shown.line == "starting stock for 7 s; 0 of 10 samples, about 2 min left", "two minutes and 20 s"
-    shown.has_started(20.0)
-    assert shown.line.endswith("0 of 10 samples, about 40 s left")
-    shown.has_started(20.0)
-    shown.begin("t1, batch 8")
-    clock[0] += 5
-    shown.step()
-    assert shown.line == "t1, batch 8 for 5 s; 1 of 10 samples, about 45 s left"
+    assert shown.line == "starting stock for 7 s; 0 of 9 decided, at most 3 min left"
+    shown.begin("t1, batch 8", "no pair yet")
+    clock[0] += 150
+    assert shown.line == "t1, batch 8 for 150 s, no pair yet; 0 of 9 decided, at most 43 s left"
+    shown.know("-4.1 ± 2.3 %")
+    shown.decided(3, 8)
+    clock[0] += 60
+    assert shown.line == "t1, batch 8 for 210 s, -4.1 ± 2.3 %; 3 of 8 decided, at most 0 s left"
+    assert (shown.elapsed, shown.left) == (217.0, -17.0)
 
 
 def test_without_a_terminal_a_line_comes_when_nothing_was_said_for_a_while(clock, capsys):
-    shown = Progress(sample_seconds=2.0)
+    shown = Progress(seconds=600.0, total=1)
     shown.begin("starting stock")
     shown._show_once()
     assert capsys.readouterr().out == ""
@@ -43,11 +43,14 @@ def test_without_a_terminal_a_line_comes_when_nothing_was_said_for_a_while(clock
         shown._show_once()
         shown._show_once()
     lines = capsys.readouterr().out.splitlines()
-    assert lines == [f"  starting stock for {n} s; 0 of 0 samples, about 0 s left" for n in (30, 60)]
+    assert lines == [
+        "  starting stock for 20 s; 0 of 1 decided, at most 10 min left",
+        "  starting stock for 40 s; 0 of 1 decided, at most 9 min left",
+    ]
 
 
 def test_in_a_terminal_the_bar_says_it(clock):
-    shown, drawn = Progress(sample_seconds=2.0), []
+    shown, drawn = Progress(seconds=60.0, total=1), []
     shown._bar = types.SimpleNamespace(disable=False, set_description_str=drawn.append)
     shown.begin("starting stock")
     shown._show_once()
@@ -55,7 +58,7 @@ def test_in_a_terminal_the_bar_says_it(clock):
 
 
 def test_it_is_shown_each_second_until_the_end(monkeypatch):
-    shown, times = Progress(sample_seconds=2.0), []
+    shown, times = Progress(seconds=60.0, total=1), []
     monkeypatch.setattr(shown._over, "wait", lambda seconds: shown._over.is_set() or time.sleep(0.001))
     monkeypatch.setattr(shown, "_show_once", lambda: times.append(1))
     with shown.shown():
