@@ -39,7 +39,7 @@ import torch
 from .. import __version__
 from ..autotune.timing import Timing, describe_machine, memory_share
 from ..files import write_whole
-from .comparison import EQUAL, FASTER, MARGIN, OPEN, SLOWER, Comparison
+from .comparison import EQUAL, FASTER, LEAST_PAIRS, MARGIN, OPEN, SLOWER, Comparison
 from .progress import Progress
 from .samplings import SAMPLINGS, Sampling, server_arguments
 from .server import RequestError, Server, ServerError
@@ -52,6 +52,7 @@ SPARE_TOKENS = 4096  # of the KV cache, beyond what a batch of prompts and answe
 LOAD_REQUESTS, LOAD_RUNS = 200, 2  # of SGLang's bench_serving: requests of a run, runs against each server
 PERCENTILES = (50, 99)
 ATTEMPTS = 3
+NOT_REACHED = "not reached"
 TURN_PAIRS = 2  # of a cell, until the next cell's turn: each server comes first once
 
 
@@ -504,7 +505,7 @@ class Bench:
         done = [place for place, cell in self._cells.items() if cell.comparison.pairs]
         size = "clients" if self.size_option == "--traffic" else "batch"
         return [
-            {"sampling": place[0], size: place[1], "reason": self.refused.get(place, "not reached")}
+            {"sampling": place[0], size: place[1], "reason": self.refused.get(place, NOT_REACHED)}
             for place in self.options.places
             if place in self.refused or place not in done
         ]
@@ -626,6 +627,9 @@ def closing(bench: Bench, minutes: float) -> str:
     more = [cell.comparison.more_pairs * cell.pair_seconds / 60 for cell in cells if not cell.comparison.decided]
     decided, total = len(cells) - len(more), len(cells) + len(bench.missing)
     line = f"{decided} of {total} cells decided in {minutes:.0f} minutes"
+    unreached = sum(one["reason"] == NOT_REACHED for one in bench.missing)
+    usual = statistics.median(cell.pair_seconds for cell in cells) / 60
+    more += [LEAST_PAIRS * usual] * unreached
     if more:
         needed = minutes + (sum(more) if bench.mode == SIDE_BY_SIDE else max(more))
         line += f"; about --minutes {math.ceil(needed)} decides the others"

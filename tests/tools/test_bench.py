@@ -272,6 +272,17 @@ def test_what_decided_cells_leave_over_goes_to_the_others_and_the_time_ends_it(t
     assert f"1 of 2 cells decided in 3 minutes; about --minutes {minutes} decides the others\n" in printed
 
 
+def test_cells_that_were_not_reached_count_among_what_needs_more_time(tmp_path, memory, capsys):
+    """Starts of 25 s each leave 10 s: one cell gets a pair of about 6 s, and each of two others needs four."""
+    servers = {label: {"ready": 25.0, "seconds": 0.015} for label in (bench.STOCK, bench.OURS)}
+    comparison, _ = make_bench(tmp_path, servers, batches=(1, 2, 3), load=EIGHT_B, minutes=1.0)
+    comparison.run()
+    (cell,) = comparison.cells
+    seconds = comparison._progress.elapsed + (cell.comparison.more_pairs + 2 * 4) * cell.pair_seconds
+    line = f"0 of 3 cells decided in 1 minutes; about --minutes {math.ceil(seconds / 60)} decides the others\n"
+    assert line in capsys.readouterr().out and math.ceil(seconds / 60) == 3
+
+
 @pytest.mark.parametrize("in_turns", [False, True])
 def test_where_the_starts_take_all_the_time_nothing_is_measured_and_it_says_so(tmp_path, memory, in_turns):
     servers = {label: {"ready": 40.0} for label in (bench.STOCK, bench.OURS)}
@@ -554,7 +565,7 @@ def test_what_cannot_be_measured_is_one_line(run, monkeypatch, arguments, messag
 @pytest.mark.full
 def test_two_real_servers_are_compared(tmp_path):
     markov.write(tmp_path / "model", markov.SIZES["tiny"])
-    changes = ["--samplings", "greedy", "--batches", "2", "--minutes", "4", "--output-tokens", "64"]
+    changes = ["--samplings", "greedy", "--batches", "2", "--minutes", "8", "--output-tokens", "64"]
     servers = ["--dtype", "float32", "--random-seed", "1", *(["--mem-fraction-static", "0.3"] if CUDA else [])]
     files = ["--json", "b.json", "--html", "b.html", "--logs", "logs"]
     command = [sys.executable, str(LAB), "bench", "--model-path", str(tmp_path / "model"), *changes, *servers, *files]
