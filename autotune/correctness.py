@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 
-import numpy as np
 import torch
 
 from ..dispatch import default_table
@@ -19,6 +18,7 @@ from ..kernels.reference import allowed_ref, transform_ref
 from ..kinds import BatchKind, Config, SamplingPath, path_of
 from ..selfcheck import MAX_IDS, Expectation, difference, edits_of_every_kind, expect, first_ids
 from .errors import IncorrectTokens
+from .gtest import g_test
 from .labels import kernel_kind
 from .launcher import Launcher, draw
 from .workload import Workload
@@ -29,7 +29,6 @@ READ_ROWS = 17  # rows of a check of readers, whose kernel does not depend on th
 BATCHES = 4  # batches on the whole head in which a screen's tokens are compared with the fused pass's
 SCORE_TOLERANCE = 1e-4  # change of a score by another order of a logit's sum, relative to the score or to 1
 MIN_ALLOWED = 16  # least number of tokens of a truncated distribution in the G-test
-MIN_EXPECTED = 10.0  # expected draws of a cell of the G-test; smaller cells are pooled
 
 
 def fused_beside(config: ScreenConfig, head: LMHead, kind: BatchKind) -> TileConfig:
@@ -122,7 +121,7 @@ class CorrectnessCheck:
             params = BatchParams(ones, row * 7919, torch.full_like(row, call), truncation, edits)
             token = self._draw(config, hidden, head, params).token_ids
             counts += torch.bincount(token, minlength=size)[:size]
-        return g_test_p(counts.cpu(), probability.cpu()), calls * rows
+        return g_test(counts.cpu().numpy(), probability.cpu().numpy()).p_value, calls * rows
 
     def _draw(self, config: Config | None, hidden: torch.Tensor, head: LMHead, params: BatchParams) -> SampleOutput:
         return draw(config, hidden, params, self._launcher.parts(config, head, len(hidden)))
@@ -154,28 +153,3 @@ class CorrectnessCheck:
             probability = probability * allowed_ref(logits.double(), temperature, *limits)
             probability /= probability.sum()
         return edits, probability[0]
-
-
-def g_test_p(observed: torch.Tensor, probability: torch.Tensor) -> float:
-    """p-value of ``observed`` counts under exact probabilities (log-likelihood ratio against chi-square). Cells that
-    expect fewer than ``MIN_EXPECTED`` draws are pooled, never dropped.
-
-    Williams' correction (Biometrika 63, 1976) is applied: among thousands of cells of a few draws each, the plain
-    statistic is too large by half a standard deviation, and p below 1e-3 comes ten times too often.
-    """
-    from scipy import special, stats
-
-    if bool((observed[probability == 0] > 0).any()):
-        return 0.0  # forbidden, however rare
-    counts = observed.double().numpy()
-    expected = probability.double().numpy() * counts.sum()
-    small = expected < MIN_EXPECTED
-    pooled = [counts[small].sum()], [expected[small].sum()]
-    counts, expected = (np.append(cells[~small], pool) for cells, pool in zip((counts, expected), pooled, strict=True))
-    counts, expected = counts[expected > 0], expected[expected > 0]
-    freedom = len(counts) - 1
-    if freedom < 1:
-        return 1.0
-    statistic = 2.0 * special.xlogy(counts, counts / expected).sum()
-    correction = 1.0 + ((1.0 / expected).sum() - 1.0 / expected.sum()) / (6.0 * freedom)
-    return float(stats.chi2.sf(statistic / correction, freedom))

@@ -1,51 +1,21 @@
-"""Statistics of the tests and benchmarks: a G-test whose power is known before it runs, a test that may be looked at at
-any time, and how often coupled draws of two distributions are equal."""
+"""Statistics of the tests and benchmarks: the G-test and its power before it runs, a test that may be looked at at any
+time, and how often coupled draws of two distributions are equal."""
 
 from __future__ import annotations
-
-import dataclasses
 
 import numpy as np
 import torch
 from scipy import special, stats
 
+from sgl_flashsample.autotune.gtest import MIN_EXPECTED, g_test
 from sgl_flashsample.kernels.rng import GROUP_SIZE
 
-
-@dataclasses.dataclass(frozen=True)
-class GTest:
-    statistic: float
-    dof: int
-    p_value: float
+__all__ = ["coupled_acceptance", "g_test", "log_e_value", "power"]
 
 
-def g_test(observed: np.ndarray, probability: np.ndarray, min_expected: float = 10.0) -> GTest:
-    """Observed counts against exact probabilities. Cells that expect fewer than ``min_expected`` draws are pooled,
-    never dropped: their mass is tested as one cell. With Williams' correction (Biometrika 63, 1976): the plain
-    statistic is too large where many cells are small."""
-    observed = np.asarray(observed, dtype=np.float64)
-    expected = np.asarray(probability, dtype=np.float64) * observed.sum()
-    assert observed.shape == expected.shape
-    assert np.isclose(np.sum(probability), 1.0, atol=1e-6)
-    small = expected < min_expected
-    if small.any():
-        observed = np.append(observed[~small], observed[small].sum())
-        expected = np.append(expected[~small], expected[small].sum())
-    if observed[expected == 0].sum() > 0:
-        return GTest(float("inf"), len(observed) - 1, 0.0)
-    keep = expected > 0
-    observed, expected = observed[keep], expected[keep]
-    terms = np.where(observed > 0, observed * np.log(np.where(observed > 0, observed, 1.0) / expected), 0.0)
-    statistic, dof = 2.0 * terms.sum(), len(observed) - 1
-    if dof < 1:  # one cell, or none
-        return GTest(float(statistic), 0, 1.0)
-    statistic /= 1.0 + ((1.0 / expected).sum() - 1.0 / expected.sum()) / (6.0 * dof)
-    return GTest(float(statistic), dof, float(stats.chi2.sf(statistic, dof)))
-
-
-def power(draws: int, truth: np.ndarray, alternative: np.ndarray, alpha: float, min_expected: float = 10.0) -> float:
+def power(draws: int, truth: np.ndarray, alternative: np.ndarray, alpha: float) -> float:
     """Probability that ``g_test`` at level ``alpha`` rejects ``truth`` when the draws follow ``alternative``."""
-    small = truth * draws < min_expected
+    small = truth * draws < MIN_EXPECTED
     p = np.append(truth[~small], truth[small].sum())
     q = np.append(alternative[~small], alternative[small].sum())
     p, q = p[p > 0], q[p > 0]

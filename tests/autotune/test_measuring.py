@@ -4,20 +4,21 @@ exact."""
 from __future__ import annotations
 
 import dataclasses
+import math
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import scipy.stats
-import stats
 import torch
 import triton
 from tune_examples import EDIT, PLAIN, SCREENED, SCREENED_EDIT, SCREENED_GREEDY, SCREENED_TRUNCATE, TRUNCATE
 
 from sgl_flashsample.autotune import baselines, compiling, correctness, launcher, workload
 from sgl_flashsample.autotune.compiling import CompilingWorker
-from sgl_flashsample.autotune.correctness import CorrectnessCheck, g_test_p
+from sgl_flashsample.autotune.correctness import CorrectnessCheck
 from sgl_flashsample.autotune.errors import IncorrectTokens, error_of
+from sgl_flashsample.autotune.gtest import g_test
 from sgl_flashsample.autotune.labels import contender, kernel_kind, key_of
 from sgl_flashsample.autotune.measuring import COMPILING_LATE, MeasuringWorker
 from sgl_flashsample.autotune.plan import EFFORTS, Plan
@@ -180,23 +181,24 @@ def test_the_g_test_rejects_the_truth_as_often_as_it_says():
     probability = 1 / np.arange(1, 40_001) ** 1.2
     probability /= probability.sum()
     rng = np.random.default_rng(0)
-    truth = torch.tensor(probability)
-    p = np.array([g_test_p(torch.tensor(rng.multinomial(200_000, probability)), truth) for _ in range(300)])
+    p = np.array([g_test(rng.multinomial(200_000, probability), probability).p_value for _ in range(300)])
     assert scipy.stats.kstest(p, "uniform").pvalue > 1e-3
 
 
-@pytest.mark.parametrize("cells, draws", [(3, 1000), (5000, 200_000)])
-def test_the_g_test_is_that_of_the_textbook(cells, draws):
-    rng = np.random.default_rng(cells)
-    probability = 1 / np.arange(1, cells + 1) ** 1.2
-    probability /= probability.sum()
-    counts = rng.multinomial(draws, probability)
-    expected = stats.g_test(counts, probability).p_value
-    assert g_test_p(torch.tensor(counts), torch.tensor(probability)) == pytest.approx(expected, rel=1e-6)
-    counts[-1] += 1
-    impossible = torch.tensor(np.append(probability[:-1], 0.0) / probability[:-1].sum())
-    assert g_test_p(torch.tensor(counts), impossible) == 0.0
-    assert g_test_p(torch.tensor([5, 0]), torch.tensor([1.0, 0.0])) == 1.0
+def test_the_g_test_is_that_of_the_textbook():
+    """Four cells of 100 draws, of which the last two expect 8 together and are pooled."""
+    counts, probability = np.array([60, 28, 7, 5]), np.array([0.5, 0.42, 0.05, 0.03])
+    g = 2 * (60 * math.log(60 / 50) + 28 * math.log(28 / 42) + 12 * math.log(12 / 8))
+    q = 1 + (1 / 50 + 1 / 42 + 1 / 8 - 1 / 100) / (6 * 2)
+    found = g_test(counts, probability)
+    assert (found.statistic, found.dof) == (pytest.approx(g / q), 2)
+    assert found.p_value == pytest.approx(math.exp(-g / q / 2)), "chi-square of two degrees is exponential"
+
+
+def test_a_draw_that_is_forbidden_fails_the_g_test_and_a_single_cell_tests_nothing():
+    """However small the cell that the draw is pooled into."""
+    assert g_test(np.array([500, 499, 3, 1]), np.array([0.5, 0.497, 0.003, 0.0])).p_value == 0.0
+    assert g_test(np.array([5, 0]), np.array([1.0, 0.0])).p_value == 1.0
 
 
 @pytest.mark.parametrize("vocab", [40_003, 50_257, 151_936])
