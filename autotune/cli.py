@@ -249,7 +249,7 @@ def _flag(name: str, about: str) -> Argument:
 FILE = _argument("file", help="a table")
 JSON = _flag("--json", "print JSON")
 KIND = _argument("--kind", choices=KIND_NAMES, metavar="KIND", help=f"only this one of {', '.join(KIND_NAMES)}")
-MODEL = _argument("model", nargs="?", help="a model's folder, its config.json, or a hub's name in the cache")
+MODEL = _argument("model", nargs="?", help="a model's folder, its config.json, or a hub's name")
 HEAD = (
     _argument("--model-path", metavar="MODEL", help="a model's folder, as servers call it"),
     _argument("--vocab", type=int, metavar="V", help="ids of the whole head, instead of the config's"),
@@ -282,13 +282,9 @@ COMMANDS = {
         (
             *(MODEL, *HEAD, *TUNING),
             _argument("--budget", type=seconds_of, help="time of the run: 50s, 3m, 1h (default: the effort's)"),
-            _argument(
-                "--resume",
-                action=argparse.BooleanOptionalAction,
-                default=True,
-                help="go on after an earlier run (default), or begin anew and keep its log aside",
+            _flag(
+                "--force", "measure everything again, instead of going on after an earlier run; its log is kept aside"
             ),
-            _flag("--force", "measure everything again, also where the table is up to date; as --no-resume"),
             _argument("--gpus", type=_number(MAX_GPUS), default=1, help="GPUs to measure on (default: 1)"),
             _argument("--batch-sizes", dest="sizes", type=sizes_of, help="instead of the usual ten: 1,8,64"),
             _argument("--compilers", **PROCESSES),

@@ -63,7 +63,6 @@ class Options:
     out: Path
     effort: str = "full"
     budget: float | None = None
-    resume: bool = True
     force: bool = False
     gpus: int = 1
     allow_busy: bool = False
@@ -155,10 +154,9 @@ class _Coordinator:
             if not stale and writer.up_to_date():
                 return Result(OK, "up to date", f"up to date: {writer.path}", writer.path, writer.before)
         self.compilers.start()
-        resumes = options.resume and not options.force
-        if not resumes:
+        if options.force:
             writer.begin_anew()
-        resumes = resumes and not stale  # its decisions are of that machine code too
+        resumes = not (options.force or stale)  # its decisions are of that machine code too
         self.log = TrialLog(log_of(writer.path), self._identity(plan, env), resume=resumes)
         if self.log.note:
             self.progress.note(self.log.note)

@@ -10,7 +10,10 @@ import importlib.metadata
 import json
 import math
 import os
+import re
+import shutil
 import sys
+import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -85,15 +88,29 @@ def screen_line(table: Table) -> str:
     return f"screen: {memory} ({', '.join(kinds)})"
 
 
-class _Output(Console):
-    """A console that wraps lines on a terminal only."""
+class _Output:
+    """Prints lines as wide as the terminal, or as COLUMNS says; 100 columns without both. A path is never broken."""
 
     def __init__(self) -> None:
-        width = None if sys.stdout.isatty() else 1000
-        super().__init__(width=width, highlight=False, markup=False, emoji=False, soft_wrap=True)
+        self._width = shutil.get_terminal_size((100, 24)).columns
+        self._console = Console(width=self._width, highlight=False, markup=False, emoji=False, color_system=None)
 
-    def on_broken_pipe(self) -> None:
-        raise BrokenPipeError  # rich would exit with 1
+    def print(self, what: str | Grid) -> None:
+        if isinstance(what, str):
+            lines = []
+            for line in what.split("\n"):
+                indent = " " * (10 if re.match(r"\S+ {2,}", line) else 2)  # below what follows a label
+                lines += _wrapped(line, self._width, indent) or [""]
+        else:
+            with self._console.capture() as captured:
+                self._console.print(what)
+            lines = captured.get().rstrip("\n").split("\n")
+        print(*(line.rstrip() for line in lines), sep="\n")
+
+
+def _wrapped(line: str, width: int, indent: str) -> list[str]:
+    options: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False, "replace_whitespace": False}
+    return textwrap.wrap(line, width, subsequent_indent=indent, **options)
 
 
 def _grid(columns: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[str]) -> Grid:
@@ -321,7 +338,7 @@ def _taken(config: Config | None, why: str) -> dict[str, Any]:
     return {"takes": key_of(config), "path": path_of(config).value, "config": dataclasses.asdict(config), "why": why}
 
 
-def _print_batch(console: Console, answer: dict[str, Any]) -> None:
+def _print_batch(console: _Output, answer: dict[str, Any]) -> None:
     console.print(f"batch     {answer['rows']} rows, {answer['kind']}: {answer['why']}")
     console.print(f"takes     {answer['takes']}")
     if answer.get("us"):

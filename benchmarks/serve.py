@@ -257,7 +257,7 @@ class ModelRun:
         us = [row["tpot_us"] for row in rows]
         print(
             f"{self.name} {sampling:12} B={batch:<3} {' -> '.join(servers)} {us[0]:7.0f} -> {us[1]:.0f} us, "
-            f"{cell.verdict}, {cell.paths}, host {cell.host_us:.0f} us{received}",
+            f"{cell.comparison.percent}, {cell.paths}, host {cell.host_us:.0f} us{received}",
             flush=True,
         )
         return rows

@@ -320,7 +320,7 @@ def bench(options: argparse.Namespace, arguments: list[str]) -> int:
     for package in ("sglang", *["plotly"] * (options.html is not None), *["scipy"] * traffic):
         if importlib.util.find_spec(package) is None:
             raise ModuleNotFoundError(name=package)
-    from .model_config import config_file, head_of
+    from .model_config import head_of
     from .tools import bench as benchmark
     from .tools import traffic as moving
     from .tools.samplings import OFFERED
@@ -330,7 +330,7 @@ def bench(options: argparse.Namespace, arguments: list[str]) -> int:
     if unknown := sorted(set(names) - set(served)):
         known = ", ".join(served)
         raise ValueError(f"--samplings has {', '.join(unknown)}; expected some of {known}")
-    vocab = head_of(str(config_file(options.model_path, download=True))).vocab
+    vocab = head_of(options.model_path).vocab
     # The first and the last ids of a vocabulary are often special tokens.
     ids = range(vocab // 10, max(vocab // 10 + 1, 9 * vocab // 10))
     load = benchmark.Load(ids, options.input_tokens, long=options.output_tokens)
@@ -374,7 +374,7 @@ def warm(options: argparse.Namespace) -> int:
 
     from .autotune.labels import DEVICES, device_named
     from .autotune.warm import warm as compile_kernels
-    from .model_config import config_file, head_of
+    from .model_config import head_of
     from .selfcheck import MAX_COMPILED_ROWS
     from .tables.lookup import device_of
 
@@ -384,7 +384,7 @@ def warm(options: argparse.Namespace) -> int:
         device = device_of(torch.device("cuda", torch.cuda.current_device()))
     else:
         raise ValueError(f"there is no GPU here: expected --device, one of {', '.join(DEVICES)}")
-    head = head_of(str(config_file(options.model, download=True)), dtype=options.dtype)
+    head = head_of(options.model, dtype=options.dtype)
     try:
         os.makedirs(triton.knobs.cache.dir, exist_ok=True)
         check_writable(Path(triton.knobs.cache.dir) / "kernel", "TRITON_CACHE_DIR")

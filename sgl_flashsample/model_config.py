@@ -36,8 +36,8 @@ def head_of(
     softcap: bool | None = None,
     tp: int = 1,
 ) -> HeadShape:
-    """The head of ``model`` (a folder, a ``config.json``, or a hub's name whose config is in the Hugging Face cache),
-    or its first shard for ``tp`` ranks. Explicit arguments take precedence over the config. Raises HeadError."""
+    """The head of ``model`` (a folder, a ``config.json``, or a hub's name), or its first shard for ``tp`` ranks.
+    Explicit arguments take precedence over the config. Raises HeadError."""
     text = _text_config(model) if model else {}
     vocab = text.get("vocab_size") if vocab is None else vocab
     hidden = text.get("hidden_size") if hidden is None else hidden
@@ -62,29 +62,23 @@ def shard_of(vocab: int, tp: int) -> int:
     return cdiv(vocab, multiple) * multiple // tp
 
 
-def config_file(model: str, *, download: bool = False) -> Path:
-    """The config of a model's folder, of a file, or of a hub's name. Of the last, as it lies in the Hugging Face cache;
-    download: else from the hub. Raises HeadError where there is none."""
+def config_file(model: str) -> Path:
+    """The config of a model's folder, of a file, or of a hub's name: from the Hugging Face cache, else from the hub.
+    Raises HeadError where there is none."""
     path = Path(model)
     if path.is_dir():
         path = path / "config.json"
     if path.exists():
         return path
-    cached = None
     with contextlib.suppress(ImportError, ValueError, OSError):  # no such package; no hub's name; no such model there
         import huggingface_hub
 
-        if download:
-            return Path(huggingface_hub.hf_hub_download(model, "config.json"))
         cached = huggingface_hub.try_to_load_from_cache(model, "config.json")
-    if not isinstance(cached, str):
-        where = (
-            "that could be fetched from the Hugging Face hub"
-            if download
-            else "in the Hugging Face cache (this command downloads nothing)"
-        )
-        raise HeadError(f"{model} is neither a model's folder nor a config.json on this machine, nor a model {where}")
-    return Path(cached)
+        return Path(cached if isinstance(cached, str) else huggingface_hub.hf_hub_download(model, "config.json"))
+    raise HeadError(
+        f"{model} is neither a model's folder nor a config.json on this machine, nor a model that could be fetched "
+        "from the Hugging Face hub"
+    )
 
 
 def _text_config(model: str) -> dict[str, Any]:

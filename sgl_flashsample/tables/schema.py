@@ -24,7 +24,7 @@ from ..kernels.config import LIMBS, MAX_SPLITS, ReadConfig, ScreenConfig, TileCo
 from ..kinds import CONFIGS, KIND_NAMES, Config, SamplingPath
 
 SCHEMA = "flashsample-tune/2"
-FILE_PREFIX = "fs2,"  # file names of tuned tables begin with it
+FILE_PREFIX = "fs2-"  # file names of tuned tables begin with it
 MAX_BYTES = 1 << 20
 MAX_ROWS = 1 << 16
 ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4, "e4m3": 1}  # bytes per element
@@ -247,10 +247,11 @@ class Table(_Struct, frozen=True):
 
 
 def file_name(device_name: str, head: HeadShape) -> str:
-    """Name of the file that is looked for in every folder, for this device and head."""
+    """Name of the file that is looked for in every folder, for this device and head; a valid key of a Kubernetes
+    ConfigMap."""
     device = re.sub(r"[^A-Za-z0-9.-]+", "_", device_name)
-    softcap = ",softcap" if head.softcap else ""
-    return f"{FILE_PREFIX}device={device},V={head.vocab},D={head.hidden},tp={head.tp},w={head.dtype}{softcap}.json"
+    softcap = "-softcap" if head.softcap else ""
+    return f"{FILE_PREFIX}{device}-V{head.vocab}-D{head.hidden}-tp{head.tp}-{head.dtype}{softcap}.json"
 
 
 def config_fields(config: Config) -> dict[str, bool | int]:

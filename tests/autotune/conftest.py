@@ -18,6 +18,12 @@ def simulated(tmp_path):
     return lambda **changes: write_device(tmp_path / "device.json", **changes)
 
 
+@pytest.fixture(autouse=True)
+def wide(monkeypatch):
+    """Lines are not wrapped."""
+    monkeypatch.setenv("COLUMNS", "1000")
+
+
 @pytest.fixture
 def command(capsys):
     """Runs a command of ``tune``. device: the file of a simulated device to measure on. Returns its exit code, standard

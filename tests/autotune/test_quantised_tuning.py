@@ -189,7 +189,7 @@ def test_a_run_names_the_baselines_that_it_leaves_out_and_verify_reads_its_table
     device = simulated(baselines=True)
     code, out, err = command("run", *shape, *options, "--out", tmp_path, device=device)
     assert code == 0 and "gemm, gemm+argmax and gemm+flashinfer are not raced: a GEMM multiplies no e4m3" in err, out
-    file = tmp_path / "fs2,device=NVIDIA_H200,V=151936,D=4096,tp=1,w=e4m3.json"
+    file = tmp_path / "fs2-NVIDIA_H200-V151936-D4096-tp1-e4m3.json"
     table, _ = load_table(file)
     assert table.head == LARGE and set(table.kinds) == {"plain", "greedy", "truncate", "edit", "edit+truncate"}
     assert not any(name.startswith("gemm") for entry in table.entries for name in entry.others)

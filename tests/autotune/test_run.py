@@ -54,7 +54,7 @@ def test_a_run_finds_the_fastest_and_a_second_one_does_nothing(tmp_path, simulat
     device = simulated(costs={label_of(OTHER, PLAIN): {"1": 250.0, "16": 250.0}})
     result = tune(tmp_path, device)
     assert (result.code, result.status) == (0, "done")
-    assert result.path.name == "fs2,device=NVIDIA_H200,V=151936,D=4096,tp=1,w=bf16.json"
+    assert result.path.name == "fs2-NVIDIA_H200-V151936-D4096-tp1-bf16.json"
     table, _ = load_table(result.path)
     assert table == result.table and not table.notes and sizes_in(table) == PLANNED
     assert table.entry("plain", 1).configuration == table.entry("greedy", 1).configuration == OTHER
@@ -316,16 +316,16 @@ def test_whatever_lies_in_the_folder_a_run_goes_on(tmp_path, simulated):
     """A search begins with the choices in other devices' tables. Pipes, folders and broken files are skipped."""
     folder = tmp_path / "out"
     folder.mkdir()
-    table_file = folder / "fs2,device=NVIDIA_H200,V=151936,D=4096,tp=1,w=bf16.json"
+    table_file = folder / "fs2-NVIDIA_H200-V151936-D4096-tp1-bf16.json"
     minimal = {"schema": "flashsample-tune/2", "device": simulated_device()["device"]}
     minimal["head"] = {"vocab": HEAD.vocab, "hidden": HEAD.hidden, "dtype": "bf16", "tp": 1, "softcap": False}
     minimal["entries"] = [{"kind": "plain", "rows": 1, "path": "fused", "config": config_fields(OTHER)}]
     table_file.write_text(json.dumps(minimal))
-    other = folder / "fs2,device=NVIDIA_H100,V=1,D=16,tp=1,w=bf16.json"
+    other = folder / "fs2-NVIDIA_H100-V1-D16-tp1-bf16.json"
     other.write_text(json.dumps(minimal))
-    os.mkfifo(folder / "fs2,device=pipe,V=1,D=16,tp=1,w=bf16.json")
-    (folder / "fs2,device=folder.json").mkdir()
-    (folder / "fs2,device=deep.json").write_text("[" * 10_000)
+    os.mkfifo(folder / "fs2-pipe-V1-D16-tp1-bf16.json")
+    (folder / "fs2-folder.json").mkdir()
+    (folder / "fs2-deep.json").write_text("[" * 10_000)
     os.mkfifo(log_of(table_file))
     result = tune(tmp_path, simulated(), sizes=(1,))
     assert result.status == "done" and sizes_in(result.table) >= {("plain", 1)}

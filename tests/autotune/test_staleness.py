@@ -167,7 +167,7 @@ def test_a_gpu_compiles_to_the_machine_code_that_was_found_without_it(device):
     assert [fingerprint.machine_code(*choice, parts) for choice in choices] == codes
 
 
-SHIPPED = sorted((Path(sgl_flashsample.__file__).parent / "tables").glob("fs2,*.json"))
+SHIPPED = sorted((Path(sgl_flashsample.__file__).parent / "tables").glob("fs2-*.json"))
 
 
 @pytest.mark.full

@@ -235,6 +235,31 @@ def test_explain_says_what_a_batch_of_one_kind_takes_and_why(command, file, argu
         assert word in out
 
 
+@pytest.mark.parametrize("columns", [100, 120, None], ids=["100", "120", "not set"])
+def test_what_people_read_fits_its_columns_has_no_blanks_at_the_end_and_breaks_no_path(
+    command, file, tmp_path, monkeypatch, columns
+):
+    if columns is None:
+        monkeypatch.delenv("COLUMNS")
+    else:
+        monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setattr("os.get_terminal_size", lambda *_: (_ for _ in ()).throw(OSError()))
+    monkeypatch.chdir(tmp_path)
+    other = put(tmp_path / "other.json", changed(TABLE, "plain", 16, READ_8, us=400.0))
+    screened = put(tmp_path / "screened.json", SCREENED)
+    for words in (
+        ("show", screened.name),
+        ("explain", screened.name, "--batch", 16),
+        ("explain", screened.name, "--batch", 16, "--kind", "plain+screen"),
+        ("diff", file.name, other.name, "--all"),
+    ):
+        out = command(*words)[1]
+        lines = out.splitlines()
+        assert lines and max(map(len, lines)) <= (columns or 100), words
+        assert all(line == line.rstrip() for line in lines), words
+        assert words[0] != "explain" or screened.name in out
+
+
 def test_explain_follows_the_kinds_of_batches_with_a_screen(command, file, tmp_path):
     screened = put(tmp_path / "screened", SCREENED)
 
@@ -332,7 +357,7 @@ def test_list_prints_the_tables_of_the_lookup_order_and_says_which_files_are_non
     monkeypatch.setenv(lookup.FOLDERS_VARIABLE, str(named))
     put(named / TABLE.file_name)
     put(shipped / TABLE.file_name, msgspec.structs.replace(changed(TABLE, "plain", 1, code=""), effort="quick"))
-    (shipped / "fs2,broken.json").write_text("{")
+    (shipped / "fs2-Broken.json").write_text("{")
     (shipped / "builtin.json").write_text("{")
     code, out, _ = command("list")
     lines = [" ".join(line.split()) for line in out.splitlines()]
@@ -343,7 +368,7 @@ def test_list_prints_the_tables_of_the_lookup_order_and_says_which_files_are_non
         f"{head} quick 4 3 shipped {NO_CODE}",
     ]
     assert lines[3].startswith("stale: as far as is known without compiling")
-    assert lines[4].startswith(f"not used: {shipped / 'fs2,broken.json'}: ")
+    assert lines[4].startswith(f"not used: {shipped / 'fs2-Broken.json'}: ")
     assert lines[5:] == [
         f"{lookup.FOLDERS_VARIABLE}: {named}",
         f"the user's cache: {tmp_path / 'cache' / 'flashsample'}",
@@ -352,7 +377,7 @@ def test_list_prints_the_tables_of_the_lookup_order_and_says_which_files_are_non
     listed = json.loads(command("list", "--json")[1])
     assert [one["file"] for one in listed] == [
         str(named / TABLE.file_name),
-        str(shipped / "fs2,broken.json"),
+        str(shipped / "fs2-Broken.json"),
         str(shipped / TABLE.file_name),
     ]
 
@@ -506,7 +531,7 @@ def test_lint_passes_a_good_table_and_no_stale_one(command, file, tmp_path):
         (lambda path: put(path, changed(TABLE, "plain", 4, SCREEN)), "it is for batches with a screen"),
         (
             lambda path: put(path, make_table(head=msgspec.structs.replace(HEAD, tp=2))),
-            "its name is not fs2,device=NVIDIA",
+            "its name is not fs2-NVIDIA",
         ),
         (
             lambda path: put(path, make_table(msgspec.structs.replace(H200, smem_optin=101_376))),
@@ -525,5 +550,5 @@ def test_lint_names_what_is_wrong_and_exits_with_one(command, file, change, mess
 
 def test_every_shipped_table_is_fit_to_be_shipped():
     shipped = Path(sgl_flashsample.__file__).parent / "tables"
-    for path in sorted(shipped.glob("fs2,*.json")):
+    for path in sorted(shipped.glob("fs2-*.json")):
         assert check(str(path), Compilers(print))[0] == [], path

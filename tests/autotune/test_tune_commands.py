@@ -51,7 +51,7 @@ def test_a_plan_says_what_is_tried_how_long_it_takes_and_where_a_server_looks(co
     seconds = int(re.search(r"total (\d+) s", out)[1])
     covered = int(re.search(r"the budget of 285 s covers about (\d+) of the 1872 configurations", out)[1])
     assert seconds > 2000 and covered < 400, "what it would take, not what it may take"
-    assert f"{tmp_path}/fs2,device=NVIDIA_H200,V=151936,D=4096,tp=1,w=bf16.json" in out
+    assert f"{tmp_path}/fs2-NVIDIA_H200-V151936-D4096-tp1-bf16.json" in out
     assert "assumed: there is no GPU here" in out or torch.cuda.is_available()
     assert "covers all of it" in command("plan", *SHAPE, "--processes", 64)[1]
 
@@ -72,7 +72,7 @@ def test_a_plan_as_json_has_every_study(command):
 
 def test_a_shard_is_planned_and_a_line_says_where_no_server_uses_its_table(command):
     code, out, err = command("plan", "--vocab", 151_936, "--hidden", 4096, "--tp", 8)
-    assert code == 0 and not err and "V=18992,D=4096,tp=8,w=bf16.json" in out
+    assert code == 0 and not err and "V18992-D4096-tp8-bf16.json" in out
     code, _, err = command("plan", "--vocab", 202_048, "--hidden", 5120, "--tp", 8)
     assert code == 0 and err == (
         "warning: servers with --tp 8 take built-in kernel settings for this head, and no table: each rank has 25256 "
@@ -83,7 +83,7 @@ def test_a_shard_is_planned_and_a_line_says_where_no_server_uses_its_table(comma
 def test_a_model_is_read_from_its_config(command, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 1000, "hidden_size": 64, "dtype": "float16"}))
     for model in ((tmp_path,), ("--model-path", tmp_path), (tmp_path / "config.json",)):
-        assert "V=1000,D=64,tp=1,w=fp16.json" in command("plan", *model, "--effort", "quick")[1]
+        assert "V1000-D64-tp1-fp16.json" in command("plan", *model, "--effort", "quick")[1]
     assert command("plan", tmp_path, "--model-path", tmp_path)[2] == "error: the model is given twice\n"
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -119,13 +120,13 @@ def test_any_table_survives_the_round_trip(table):
 @pytest.mark.parametrize(
     "device, head, name",
     [
-        ("NVIDIA H200", HEAD, "fs2,device=NVIDIA_H200,V=128256,D=4096,tp=1,w=bf16.json"),
+        ("NVIDIA H200", HEAD, "fs2-NVIDIA_H200-V128256-D4096-tp1-bf16.json"),
         (
             "NVIDIA RTX PRO 6000 / é",
             HeadShape(vocab=262_144, hidden=3840, dtype="fp16", tp=4, softcap=True),
-            "fs2,device=NVIDIA_RTX_PRO_6000_,V=262144,D=3840,tp=4,w=fp16,softcap.json",
+            "fs2-NVIDIA_RTX_PRO_6000_-V262144-D3840-tp4-fp16-softcap.json",
         ),
-        ("../x", HeadShape(vocab=1, hidden=1, dtype="fp32"), "fs2,device=.._x,V=1,D=1,tp=1,w=fp32.json"),
+        ("../x", HeadShape(vocab=1, hidden=1, dtype="fp32"), "fs2-.._x-V1-D1-tp1-fp32.json"),
     ],
 )
 def test_the_file_name_shows_device_and_head_and_is_one_name_in_one_folder(device, head, name):
@@ -137,7 +138,8 @@ def test_the_file_name_shows_device_and_head_and_is_one_name_in_one_folder(devic
 def test_the_file_of_a_device_of_any_name_is_in_its_folder(parts):
     name = file_name("".join(parts), HEAD)
     assert Path(name).name == name and os.path.normpath(f"/folder/{name}") == f"/folder/{name}"
-    assert name.isprintable() and not name.startswith(".")
+    assert not name.startswith(".")
+    assert re.fullmatch(r"[-._a-zA-Z0-9]+", name), "else no Kubernetes ConfigMap can hold the file"
 
 
 WRONG = [

@@ -169,9 +169,9 @@ def test_the_tables_that_servers_would_find_are_named_and_files_that_are_none(de
     )
     for table in (here, elsewhere):
         (tmp_path / table.file_name).write_text(table.dumps())
-    (tmp_path / "fs2,broken.json").write_text("{")
+    (tmp_path / "fs2-broken.json").write_text("{")
     broken, finding = doctor.check_tables()
-    assert broken.level == "note" and broken.what.startswith(f"{tmp_path / 'fs2,broken.json'} is not used: ")
+    assert broken.level == "note" and broken.what.startswith(f"{tmp_path / 'fs2-broken.json'} is not used: ")
     assert finding.level == "ok"
     assert finding.what == f"tuned tables for this device: 600 x 32 fp32 (exact, {lookup.FOLDERS_VARIABLE})"
     screened = make_entry("plain+screen", 4, ScreenConfig(16, 64, 32, 4, 2))

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 
-from sgl_flashsample.model_config import HeadError, config_file, head_of, shard_of
+from sgl_flashsample.model_config import HeadError, head_of, shard_of
 from sgl_flashsample.tables.schema import HeadShape
 
 QWEN3_8B = {"vocab_size": 151936, "hidden_size": 4096, "torch_dtype": "bfloat16"}
@@ -39,9 +38,10 @@ def test_a_head_within_a_model_that_also_sees_and_its_softcap(config):
     assert not head_of(path, softcap=False).softcap
 
 
-def test_a_hub_s_name_is_looked_up_in_the_cache(monkeypatch, tmp_path):
+def test_a_hub_s_name_is_looked_up_in_the_cache_and_asks_no_hub_then(monkeypatch, tmp_path):
     constants = pytest.importorskip("huggingface_hub.constants")
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda *_: pytest.fail("the hub is asked"))
     repository = tmp_path / "models--Qwen--Qwen3-8B"
     snapshot = repository / "snapshots" / ("0" * 40)
     snapshot.mkdir(parents=True)
@@ -49,23 +49,22 @@ def test_a_hub_s_name_is_looked_up_in_the_cache(monkeypatch, tmp_path):
     (repository / "refs" / "main").write_text("0" * 40)
     (snapshot / "config.json").write_text(json.dumps(QWEN3_8B))
     assert head_of("Qwen/Qwen3-8B") == HeadShape(vocab=151936, hidden=4096, dtype="bf16")
-    with pytest.raises(HeadError, match="nor a model in the Hugging Face cache"):
-        head_of("Qwen/another")
 
 
-def test_a_hub_s_config_is_downloaded_where_that_is_asked_for(monkeypatch, config):
+def test_a_hub_s_config_that_is_not_in_the_cache_is_downloaded(monkeypatch, config, tmp_path):
     hub = pytest.importorskip("huggingface_hub")
     there = {("Qwen/Qwen3-8B", "config.json"): config(**QWEN3_8B)}
 
     def download(name: str, file: str) -> str:
         if (name, file) not in there:
-            raise ValueError("no such model")
+            raise OSError("404")
         return there[name, file]
 
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "empty"))
     monkeypatch.setattr(hub, "hf_hub_download", download)
-    assert config_file("Qwen/Qwen3-8B", download=True) == Path(there["Qwen/Qwen3-8B", "config.json"])
+    assert head_of("Qwen/Qwen3-8B") == HeadShape(vocab=151936, hidden=4096, dtype="bf16")
     with pytest.raises(HeadError, match="nor a model that could be fetched from the Hugging Face hub"):
-        config_file("Qwen/another", download=True)
+        head_of("Qwen/another")
 
 
 def test_a_shard_is_cut_as_servers_cut_it(config):
