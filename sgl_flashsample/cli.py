@@ -10,7 +10,6 @@ import argparse
 import contextlib
 import functools
 import importlib.util
-import itertools
 import json
 import os
 import signal
@@ -41,18 +40,10 @@ exit codes: 0 done; 1 something was found wrong, or does not work: a package tha
 start, a problem that doctor found, a stale table; 2 an argument, or what it names, cannot be used; 130 interrupted
 """
 _SERVE_HELP = """\
-usage: sgl-flashsample serve [--tuned FILE] [--flashsample-screen auto|on|off] [--require]
-                             --model-path MODEL [any SGLang server argument ...]
-
-Starts SGLang's server with --sampling-backend flashsample. Every other argument goes to SGLang unchanged;
+Starts SGLang's server with --sampling-backend flashsample. Arguments that are not listed here go to SGLang unchanged;
 `python -m sglang.launch_server --help` lists them.
-
-  --tuned FILE  the tuned table to use; without it, one that fits this GPU and model is looked for
-  --flashsample-screen auto|on|off
-                whether to keep an INT8 copy of the LM head, which small batches read instead of the head; auto: where a
-                tuned table says that it is faster
-  --require     do not start where SGLang's own sampler would serve everything; say why
-
+"""
+_SERVE_ENVIRONMENT = """\
 environment (1 may also be spelt true, yes or on, and 0 false, no or off):
   FLASHSAMPLE_TUNED        the tuned table to use, as --tuned
   FLASHSAMPLE_TUNED_DIR    folders to look for one in, before the cache and the shipped ones
@@ -172,12 +163,10 @@ def _interruptible() -> Iterator[None]:
 
 
 def _run(arguments: list[str]) -> int:
-    if arguments[:1] == ["serve"]:
-        return serve(arguments[1:])  # not through argparse: SGLang's arguments are SGLang's business
     parser = _parser(tune=arguments[:1] == ["tune"])
     options, rest = parser.parse_known_args(arguments)
-    if options.command == "bench":
-        return bench(options, rest)
+    if options.command in ("bench", "serve"):  # the rest are arguments of SGLang's server
+        return (bench if options.command == "bench" else serve)(options, rest)
     if rest:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     return options.run(options) or OK
@@ -218,7 +207,16 @@ def _parser(tune: bool = False) -> Parser:
         added.set_defaults(run=run)
         return added
 
-    commands.add_parser("serve", help="start SGLang's server with the backend on")
+    _add_serve(
+        commands.add_parser(
+            "serve",
+            help="start SGLang's server with the backend on",
+            usage="sgl-flashsample serve [option ...] --model-path MODEL [any SGLang server argument ...]",
+            description=_SERVE_HELP,
+            epilog=_SERVE_ENVIRONMENT,
+            allow_abbrev=False,
+        )
+    )
     _add_bench(
         commands.add_parser(
             "bench",
@@ -243,6 +241,7 @@ def _parser(tune: bool = False) -> Parser:
     added.add_argument("--no-screen", action="store_true", help="for servers without a screen: fewer kernels")
     about = "rows of the largest batch (default: as servers compile)"
     added.add_argument("--max-rows", type=int, metavar="N", help=about)
+    added.add_argument("--json", action="store_true", help="print what was compiled as JSON")
     about = "token counts: which ids carry most of a model's traffic"
     _add_trace(command("trace", trace, about, epilog=_TRACE_HELP))
     added = command("doctor", doctor, "check this machine: versions, GPU, hooks, a self-test of the kernels")
@@ -262,6 +261,26 @@ def _port(text: str) -> int:
     if not text.isascii() or not text.isdigit() or not 1 <= int(text) <= 65535:
         raise argparse.ArgumentTypeError(f"{text!r} is no port; expected 1 to 65535")
     return int(text)
+
+
+def _table_file(text: str) -> str:
+    """The file in an option ``--tuned``."""
+    if not text:
+        raise argparse.ArgumentTypeError("no file is named; expected the path of a table")
+    return text
+
+
+def _add_serve(parser: argparse.ArgumentParser) -> None:
+    about = "the tuned table to use; without it, one that fits this GPU and model is looked for"
+    parser.add_argument("--tuned", type=_table_file, metavar="FILE", help=about)
+    about = (
+        "whether to keep an INT8 copy of the LM head, which small batches read instead of the head; auto: where a "
+        "tuned table says that it is faster"
+    )
+    parser.add_argument("--flashsample-screen", choices=("auto", "on", "off"), help=about)
+    about = "do not start where SGLang's own sampler would serve everything; say why"
+    parser.add_argument("--require", action="store_true", help=about)
+    parser.add_argument("--port", type=_port, help="port of the server (default: SGLang's own, 30000)")
 
 
 def _add_bench(parser: argparse.ArgumentParser) -> None:
@@ -370,13 +389,13 @@ def warm(options: argparse.Namespace) -> int:
         _check_table(options.tuned)
     import torch
     import triton
-    from tqdm import tqdm
 
     from .autotune.labels import DEVICES, device_named
     from .autotune.warm import warm as compile_kernels
     from .model_config import head_of
     from .selfcheck import MAX_COMPILED_ROWS
     from .tables.lookup import device_of
+    from .tools.waiting import waiting
 
     if options.device is not None:
         device = device_named(options.device)
@@ -390,15 +409,20 @@ def warm(options: argparse.Namespace) -> int:
         check_writable(Path(triton.knobs.cache.dir) / "kernel", "TRITON_CACHE_DIR")
     except OSError as error:
         raise ValueError(f"{triton.knobs.cache.dir}: {error.strerror}; TRITON_CACHE_DIR names another folder") from None
-    with tqdm(unit=" kernels", disable=None, leave=False) as bar:
+    kernels: list[None] = []
+    with waiting(lambda: f"compiling for {device.name}: {len(kernels)} kernels are there"):
         warmed = compile_kernels(
             head,
             device,
             file=options.tuned,
             screened=not options.no_screen,
             max_rows=options.max_rows or MAX_COMPILED_ROWS,
-            step=bar.update,
+            step=lambda: kernels.append(None),
         )
+    if options.json:
+        about = {"device": device.name, "triton": triton.__version__, "cache": triton.knobs.cache.dir}
+        print(json.dumps(about | warmed._asdict(), indent=1))
+        return OK if kernels else FAILED
     print(*warmed.table, sep="\n")
     if not warmed.compiled + warmed.found:
         return _fail(f"no kernel could be compiled for {device.name} with Triton {triton.__version__}", FAILED)
@@ -512,25 +536,14 @@ def _count(options: argparse.Namespace) -> tuple[HotVocab, bool]:
     return hot_vocab.HotVocab.of_ids(id_counts, name, f"{options.action}: {origins}"), interrupted
 
 
-def serve(arguments: list[str]) -> int:
-    """Replace this process by SGLang's server with our backend on. Returns only where that fails."""
-    if not arguments or arguments[0] in ("-h", "--help"):
-        print(_SERVE_HELP)
-        return OK if arguments else USAGE
-    if any(argument.split("=")[0] == "--sampling-backend" for argument in arguments):
+def serve(options: argparse.Namespace, arguments: list[str]) -> int:
+    """Replace this process by SGLang's server with our backend on. Returns only where that fails. arguments:
+    SGLang's."""
+    names = {argument.split("=")[0] for argument in arguments}
+    if not names:
+        raise ValueError("no model is named: expected --model-path MODEL (see `sgl-flashsample serve --help`)")
+    if "--sampling-backend" in names:
         raise ValueError("serve sets --sampling-backend itself; leave it out")
-    tuned, arguments = _take(arguments, "--tuned", "the path of a table")
-    screen, arguments = _take(arguments, "--flashsample-screen", "auto, on or off")
-    if screen not in (None, "auto", "on", "off"):
-        raise ValueError(f"--flashsample-screen is {screen!r}; expected auto, on or off")
-    for option, value in itertools.pairwise([*itertools.chain(*(a.split("=", 1) for a in arguments)), ""]):
-        if option == "--port":
-            try:
-                _port(value)
-            except argparse.ArgumentTypeError as error:
-                raise ValueError(f"--port: {error}") from None
-    required = "--require" in arguments
-    arguments = [argument for argument in arguments if argument != "--require"]
     if importlib.util.find_spec("sglang") is None:
         raise ModuleNotFoundError(name="sglang")
     from .sglang.versions import entry_point_found
@@ -541,33 +554,18 @@ def serve(arguments: list[str]) -> int:
             f"install a checkout or wheel of it: {sys.executable} -m pip install PATH",
             FAILED,
         )
-    if tuned is not None:
-        _check_table(tuned)
-        os.environ["FLASHSAMPLE_TUNED"] = os.path.abspath(tuned)  # the server's processes inherit it
-    if screen is not None:
-        os.environ["FLASHSAMPLE_SCREEN"] = screen
-    if required:
+    if options.tuned is not None:
+        _check_table(options.tuned)
+        os.environ["FLASHSAMPLE_TUNED"] = os.path.abspath(options.tuned)  # the server's processes inherit it
+    if options.flashsample_screen is not None:
+        os.environ["FLASHSAMPLE_SCREEN"] = options.flashsample_screen
+    if options.require:
         os.environ["FLASHSAMPLE_REQUIRE"] = "1"
+    if options.port is not None:
+        arguments = [*arguments, "--port", str(options.port)]
     command = [sys.executable, "-m", "sglang.launch_server", *arguments, "--sampling-backend", "flashsample"]
     sys.stdout.flush()
     os.execv(sys.executable, command)
-
-
-def _take(arguments: list[str], name: str, expected: str) -> tuple[str | None, list[str]]:
-    """The value of the option ``name``, and the arguments without it. Raises ValueError where it has none, or is given
-    twice. expected: its values, in words."""
-    places = [place for place, argument in enumerate(arguments) if argument.split("=")[0] == name]
-    if not places:
-        return None, arguments
-    if len(places) > 1:
-        raise ValueError(f"{name} is given twice")
-    place = places[0]
-    _, equals, value = arguments[place].partition("=")
-    end = place + 1 if equals else place + 2
-    value = value if equals else next(iter(arguments[place + 1 : end]), "")
-    if not value:
-        raise ValueError(f"{name} has no value; expected {expected}")
-    return value, arguments[:place] + arguments[end:]
 
 
 if __name__ == "__main__":

@@ -11,13 +11,17 @@ import io
 import json
 import os
 import platform
-import re
 import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 from ..files import first_line
+from .waiting import waiting
+
+if TYPE_CHECKING:
+    from packaging.requirements import Requirement
 
 OK, NOTE, PROBLEM = "ok", "note", "problem"
 
@@ -40,26 +44,36 @@ def check_packages() -> Iterator[Finding]:
     except importlib.metadata.PackageNotFoundError:
         version, requirements = "not installed, run from a checkout", ["torch", "triton", "msgspec", "numpy"]
     yield Finding(OK, f"Python {platform.python_version()}, sgl-flashsample {version}")
-    yield from (check_package(requirement) for requirement in sorted(requirements) if "extra ==" not in requirement)
+    if importlib.util.find_spec("packaging") is None:
+        yield Finding(PROBLEM, "packaging is not installed", "pip install packaging")
+        return
+    from packaging.requirements import Requirement
+
+    for requirement in map(Requirement, sorted(requirements)):
+        if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
+            yield check_package(requirement)
 
 
-def check_package(requirement: str) -> Finding:
-    """requirement: as in the metadata, "triton<3.9,>=3.6"."""
-    name = re.split(r"[^A-Za-z0-9_.-]", requirement)[0]
-    bounds = dict(re.findall(r"(<|>=)\s*([0-9.]+)", requirement))
+def check_package(requirement: Requirement) -> Finding:
+    name, advice = requirement.name, f"pip install '{requirement.name}{requirement.specifier}'"
     try:
         version = importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
-        return Finding(PROBLEM, f"{name} is not installed", f"pip install '{requirement}'")
-    if ">=" in bounds and _numbers(version) < _numbers(bounds[">="]):
-        return Finding(PROBLEM, f"{name} {version} is older than {bounds['>=']}", f"pip install '{requirement}'")
+        return Finding(PROBLEM, f"{name} is not installed", advice)
+    broken = [one for one in requirement.specifier if not one.contains(version, prereleases=True)]
+    newer = [str(one) for one in broken if one.operator in ("<", "<=")]
+    if others := [str(one) for one in broken if str(one) not in newer]:
+        return Finding(PROBLEM, f"{name} {version} is not {', '.join(others)}", advice)
     try:
         importlib.import_module(name)
     except Exception as error:
         return Finding(PROBLEM, f"{name} {version} does not import: {first_line(error)}", f"install {name} again")
-    if "<" in bounds and _numbers(version) >= _numbers(bounds["<"]):
-        advice = f"tested below {bounds['<']}; if something fails: pip install '{requirement}'"
-        return Finding(NOTE, f"{name} {version} is newer than what was tested", advice)
+    if newer:
+        return Finding(
+            NOTE,
+            f"{name} {version} is newer than what was tested",
+            f"tested with {', '.join(newer)}; if something fails: {advice}",
+        )
     return Finding(OK, f"{name} {version}")
 
 
@@ -215,7 +229,11 @@ def findings() -> Iterator[Finding]:
         made: list[Finding] = []
         try:
             # Libraries print at import, which must not mix with the findings.
-            with contextlib.redirect_stderr(io.StringIO()), warnings.catch_warnings():
+            with (
+                waiting(f"{check.__name__.replace('_', 'ing ', 1)} takes a while".__str__),
+                contextlib.redirect_stderr(io.StringIO()),
+                warnings.catch_warnings(),
+            ):
                 warnings.simplefilter("ignore")
                 made.extend(check())
         except Exception as error:
@@ -237,8 +255,3 @@ def run(as_json: bool = False) -> bool:
     if as_json:
         print(json.dumps([dataclasses.asdict(finding) for finding in shown], indent=1))
     return any(finding.level == PROBLEM for finding in shown)
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    """(3, 7) of "3.7.1+cu130"."""
-    return tuple(int(number) for number in re.findall(r"[0-9]+", version.split("+")[0])[:2])

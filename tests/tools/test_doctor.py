@@ -9,9 +9,11 @@ import subprocess
 import sys
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 import triton
+from packaging.requirements import Requirement
 from serving import needs_sglang
 from tuned_tables import H200, make_entry, table_for_this_machine
 
@@ -42,7 +44,7 @@ def compiled(monkeypatch):
 @pytest.mark.slow
 def test_all_is_well_here(command, compiled):
     done = command("doctor")
-    assert (done.returncode, done.stderr) == (0, ""), done.stdout
+    assert done.returncode == 0 and not [line for line in done.stderr.splitlines() if "takes a while" not in line]
     lines = done.stdout.splitlines()
     for level, what in (("ok", "Python 3."), ("ok", "torch 2."), ("ok", "triton 3."), ("ok", "self-test: ")):
         assert any(line.startswith(f"{level:8}{what}") for line in lines)
@@ -110,12 +112,18 @@ def test_a_package_that_breaks_at_import_is_a_finding_also_as_json(command, tmp_
         ("numpy<99,>=1.26", "ok", "numpy ", ""),
         ("numpy", "ok", "numpy ", ""),
         ("numpy<1.27,>=1.26", "note", "is newer than what was tested", "pip install 'numpy<1.27,>=1.26'"),
-        ("numpy>=99.0", "problem", "is older than 99.0", "pip install 'numpy>=99.0'"),
+        ("numpy>=99.0", "problem", " is not >=99.0", "pip install 'numpy>=99.0'"),
+        (
+            f"numpy!={np.__version__}",
+            "problem",
+            f" is not !={np.__version__}",
+            f"pip install 'numpy!={np.__version__}'",
+        ),
         ("no-such_package<2,>=1", "problem", "no-such_package is not installed", "pip install 'no-such_package<2,>=1'"),
     ],
 )
 def test_a_version_outside_of_the_tested_range_is_said(requirement, level, what, advice):
-    finding = doctor.check_package(requirement)
+    finding = doctor.check_package(Requirement(requirement))
     assert finding.level == level
     assert what in finding.what and advice in finding.advice
 
