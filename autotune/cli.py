@@ -154,7 +154,7 @@ def report(options: argparse.Namespace) -> None:
         write_whole(out, page(table, log_of(options.file)))
     except OSError as error:
         raise ValueError(f"{out} cannot be written: {error.strerror or error}") from None
-    print(out)
+    print(json.dumps({"file": str(options.file), "page": str(out)}) if options.json else out)
     if options.open:
         webbrowser.open(out.resolve().as_uri())
 
@@ -301,6 +301,7 @@ COMMANDS = {
             _argument("file", type=Path, help="a table; its log of trials is looked for beside it"),
             _argument("--out", type=Path, help="the page, or a folder for it (default: this folder)"),
             _flag("--open", "show it in a browser"),
+            JSON,
         ),
     ),
     "list": Command(
@@ -335,17 +336,18 @@ COMMANDS = {
     ),
     "merge": Command(
         "join two tables of one device, head and versions: for a size of both, the choice that gains more",
-        lambda options: _tables().merge(options.a, options.b, options.out, options.strict),
+        lambda options: _tables().merge(options.a, options.b, options.out, options.strict, options.json),
         (
             _argument("a", help="the table whose choice stays where the other's does not gain more, beyond noise"),
             _argument("b", help="another table of the same device, head and versions"),
             _argument("-o", "--out", type=Path, required=True, metavar="C", help="the file to write, or its folder"),
             _flag("--strict", "write nothing if any batch size has another choice in B"),
+            JSON,
         ),
     ),
     "lint": Command(
         "check tables: form, ranges, sizes, machine code; exit code 1 if one is malformed, simulated or stale",
-        lambda options: _tables().lint(options.files),
-        (_argument("files", nargs="+", metavar="FILE", help="tables"),),
+        lambda options: _tables().lint(options.files, options.json),
+        (_argument("files", nargs="+", metavar="FILE", help="tables"), JSON),
     ),
 }

@@ -435,7 +435,7 @@ def _environment(a: Table, b: Table) -> dict[str, list[Any]]:
     return {name: [first.get(name), second.get(name)] for name in names if first.get(name) != second.get(name)}
 
 
-def merge(file_a: str, file_b: str, out: Path, strict: bool = False) -> None:
+def merge(file_a: str, file_b: str, out: Path, strict: bool = False, as_json: bool = False) -> None:
     """Write two tables of one device and head as one. out: a file, or a folder for a file with the name that servers
     look for. strict: raise ValueError where a size has another choice in B."""
     a, b = read(file_a), read(file_b)
@@ -454,6 +454,9 @@ def merge(file_a: str, file_b: str, out: Path, strict: bool = False) -> None:
     except OSError as error:
         raise ValueError(f"{out} cannot be written: {error.strerror or error}") from None
     total = len(list(decisions(merged)))
+    if as_json:
+        print(json.dumps({"file": str(out), "sizes": total, "better_in_b": taken, "only_in_b": added}))
+        return
     print(f"{out}: {total} sizes, {taken} of them better in {file_b}, {added} only there")
 
 
@@ -489,16 +492,18 @@ def _flat(provenance: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in provenance.items() if not isinstance(value, dict | list)}
 
 
-def lint(files: Sequence[str]) -> int:
+def lint(files: Sequence[str], as_json: bool = False) -> int:
     """Print the faults of tables that are to be shipped. Returns the exit code."""
-    wrong = 0
     with Compilers(_say) as compilers:
-        for file in files:
-            errors, stale, notes = check(file, compilers)
-            for label, lines in (("error", errors), ("stale", stale), ("note", notes)):
-                for line in lines:
-                    print(f"{file}: {label}: {line}")
-            wrong += bool(errors or stale)
+        found = {file: dict(zip(("error", "stale", "note"), check(file, compilers), strict=True)) for file in files}
+    wrong = sum(bool(lines["error"] or lines["stale"]) for lines in found.values())
+    if as_json:
+        print(json.dumps([{"file": file, **lines} for file, lines in found.items()], indent=2))
+        return FAILED if wrong else OK
+    for file, labelled in found.items():
+        for label, lines in labelled.items():
+            for line in lines:
+                print(f"{file}: {label}: {line}")
     print(f"{len(files) - wrong} of {len(files)} tables are well-formed and up to date")
     return FAILED if wrong else OK
 

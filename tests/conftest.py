@@ -6,7 +6,10 @@ import gc
 import importlib.util
 import os
 import sys
+from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -78,6 +81,17 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     for item in grouped:
         if item.get_closest_marker("xdist_group") is not None:
             assert "@" in item.nodeid, "pytest-xdist does not group the tests of one file with this release of pytest"
+
+
+def why_skipped(reports: Iterable[Any]) -> str:
+    """One line: how many tests were skipped for each reason, the most frequent first. reports: of skipped tests."""
+    reasons = Counter(report.longrepr[2].removeprefix("Skipped: ") for report in reports)
+    return "; ".join(f"{count} {reason}" for reason, count in reasons.most_common())
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if skipped := terminalreporter.stats.get("skipped"):
+        terminalreporter.write_line(f"skipped: {why_skipped(skipped)}")
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ import pytest
 from tuned_tables import CODE, H200, HEAD, make_entry, make_table
 
 import sgl_flashsample
+from sgl_flashsample.autotune.decisions import decisions
 from sgl_flashsample.autotune.labels import key_of
 from sgl_flashsample.autotune.staleness import Compilers
 from sgl_flashsample.autotune.tables import check, joined
@@ -504,6 +505,17 @@ def test_lint_passes_a_good_table_and_no_stale_one(command, file, tmp_path):
     assert f"{old}: stale: {NO_CODE}\n" in out and f"{old}: stale: the built-in choices have changed since\n" in out
     unknown = put(tmp_path / "old" / TABLE.file_name, msgspec.structs.replace(SCREENED, measure=TABLE.measure))
     assert "measure.screen is missing: what memory a screen takes" in check(str(unknown), Compilers(print))[2]
+
+
+def test_lint_and_merge_answer_in_json(command, file, tmp_path):
+    (tmp_path / "broken").write_text("{")
+    code, out, _ = command("lint", file, tmp_path / "broken", "--json")
+    good, broken = json.loads(out)
+    assert code == 1 and good["file"] == str(file) and good["error"] == good["stale"] == []
+    assert "no sizes for truncate, edit" in good["note"] and len(broken["error"]) == 1
+    code, out, _ = command("merge", file, file, "-o", tmp_path / "c", "--json")
+    sizes = len(list(decisions(load_table(tmp_path / "c")[0])))
+    assert json.loads(out) == {"file": str(tmp_path / "c"), "sizes": sizes, "better_in_b": 0, "only_in_b": 0}
 
 
 @pytest.mark.parametrize(

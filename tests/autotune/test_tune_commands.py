@@ -102,6 +102,8 @@ def test_a_run_a_verification_and_a_report_over_a_simulated_device(command, tmp_
     assert command("show", facts["file"])[0] == 0
     code, out, _ = command("report", facts["file"])
     page = Path(out.strip())
+    answer = json.loads(command("report", facts["file"], "--json")[1])
+    assert answer == {"file": facts["file"], "page": str(page)}
     assert code == 0 and page == Path(Path(facts["file"]).with_suffix(".html").name), "in the working directory"
     text = page.read_text(encoding="utf-8")
     assert_self_contained(text)

@@ -95,6 +95,18 @@ def test_a_quantised_head_has_its_kernels_compiled_without_a_screen(monkeypatch)
     assert all(parts.lm_head.scale is not None for parts in compiled)
 
 
+def test_what_was_compiled_is_also_json(run, tmp_path, monkeypatch):
+    (tmp_path / "config.json").write_text(json.dumps(HEAD))
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(warming, "compile_ahead", lambda *_: warming.triton.knobs.compilation.listener(cache_hit=False))
+    monkeypatch.setattr(warming, "pretend_gpu", lambda gpu: None)
+    code, out, _ = run("warm", tmp_path, "--device", "H200", "--json")
+    answer = json.loads(out)
+    assert (code, answer["device"], answer["compiled"], answer["found"]) == (0, "NVIDIA H200", 1, 0)
+    assert answer["cache"] == str(tmp_path / "cache") and answer["table"]
+
+
 @pytest.mark.gpu
 def test_a_server_compiles_nothing_that_was_compiled_without_its_gpu(warm, tmp_path):
     with pytest.MonkeyPatch.context() as hidden:
