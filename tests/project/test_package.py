@@ -122,7 +122,7 @@ def test_metadata_name_license_entry_points_and_light_bounded_dependencies(wheel
     assert "License-Expression: Apache-2.0" in text
     requirements = [line.split(maxsplit=1)[1] for line in text.splitlines() if line.startswith("Requires-Dist")]
     needed = {re.split("[<>=]", line)[0]: line for line in requirements if "extra ==" not in line}
-    assert sorted(needed) == ["msgspec", "numpy", "torch", "triton"]
+    assert sorted(needed) == ["msgspec", "numpy", "packaging", "torch", "triton"]
     assert all(re.search("<[0-9.]+", line) for line in needed.values()), "untested minors are not installed"
     for extra in ("sglang", "flashinfer", "tune", "test"):
         assert f"Provides-Extra: {extra}" in text
