@@ -561,6 +561,22 @@ def test_what_cannot_be_measured_is_one_line(run, monkeypatch, arguments, messag
 
 
 @needs_sglang
+def test_every_argument_of_sglang_goes_to_both_servers_unchanged(run, tmp_path, monkeypatch):
+    """Also one whose name begins with that of an option of bench, or that an abbreviation of one would be."""
+    made = []
+    monkeypatch.setattr(bench.Bench, "run", lambda comparison: made.append(comparison))
+    (tmp_path / "config.json").write_text('{"vocab_size": 1000, "hidden_size": 64}')
+    theirs = ["-tp", "2", "--dtype=bfloat16", "--load-format", "dummy", "--sampling", "x", "--minus", "-1"]
+    theirs += ["--json-model-override-args", '{"a": 1}']
+    code, _, err = run("bench", *theirs[:4], "--model-path", tmp_path, "--minutes", "3", *theirs[4:])
+    assert (code, err) == (0, "")
+    (comparison,) = made
+    assert comparison.options.arguments == tuple(theirs) and comparison.options.minutes == 3.0
+    for label in (bench.STOCK, bench.OURS):
+        assert " ".join(theirs) in " ".join(comparison.server(label).command)
+
+
+@needs_sglang
 @pytest.mark.server
 @pytest.mark.full
 def test_two_real_servers_are_compared(tmp_path):

@@ -11,6 +11,7 @@ import time
 
 import numpy as np
 import pytest
+from serving import needs_sglang
 from tuned_tables import make_table
 
 from sgl_flashsample import __version__
@@ -90,6 +91,13 @@ def test_a_mistake_is_one_line_and_exit_code_two(run, arguments, message):
     "arguments, hidden, advice",
     [
         ("serve --model-path m", "sglang", "sglang is not installed: pip install '.[sglang]'"),
+        ("bench --model-path m --html b.html", "sglang", "sglang is not installed: pip install '.[sglang]'"),
+        pytest.param(
+            "bench --model-path m --html b.html",
+            "plotly",
+            "plotly is not installed: pip install '.[tune]'",
+            marks=needs_sglang,
+        ),
         ("demo", "safetensors", "safetensors is not installed: pip install '.[sglang]'"),
         ("demo", "torch", "torch is not installed: pip install '.'"),
         (
