@@ -426,6 +426,7 @@ class Bench:
 
     def _in_turns(self) -> None:
         self.mode, began = IN_TURNS, monotonic()
+        self._cells.clear()  # of servers that did not fit side by side
         self._say("the servers are started one after another: stock, flashsample, flashsample, stock, and so on")
         for turn in itertools.count():
             if not (places := self._undecided) or (turn and self._progress.left < (monotonic() - began) / turn):

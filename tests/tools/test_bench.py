@@ -445,6 +445,22 @@ def test_servers_that_do_not_fit_start_in_turns(tmp_path, memory, capsys, why):
     )
 
 
+def test_servers_without_memory_for_a_batch_start_in_turns_too(tmp_path, memory, monkeypatch):
+    tpot_us, failures = bench.tpot_us, iter([ServerError("CUDA out of memory")])
+
+    def fails_once(*arguments):
+        if (failure := next(failures, None)) is not None:
+            raise failure
+        return tpot_us(*arguments)
+
+    monkeypatch.setattr(bench, "tpot_us", fails_once)
+    comparison, _ = make_bench(tmp_path, {})
+    comparison.run()
+    (cell,) = comparison.cells
+    assert comparison.mode == bench.IN_TURNS and cell.comparison.pairs == 4
+    assert [len(starts) for starts in cell.samples.values()] == [4, 4]
+
+
 def test_a_server_whose_fused_path_is_off_is_not_compared(tmp_path, memory):
     comparison, _ = make_bench(tmp_path, {bench.OURS: {"active": False}})
     with pytest.raises(ServerError, match="flashsample is not active in its server: tp"):
