@@ -826,12 +826,13 @@ def test_a_retraction_changes_no_token_of_a_seeded_request_and_no_logprob(server
     with server:
         got, want = answers(server), answers(servers["ours"])
         assert len(server.log_lines("etract")) > 5
-        # SGLang 0.5.17 itself loses a logprob now and then, and gives prompts those of others (sglang#36938).
-        loses = (version or sglang_version()) == "0.5.17"
-        # A prefill may round a logit to another bfloat16 than decode steps did.
-        assert_same_answers(got, want, logprob_error=math.inf if loses else 0.05)
-        for answer, other in zip(got, want, strict=True) if not loses else ():
-            assert_same_logprobs_of_prompts(answer, other)
+        assert [answer["output_ids"] for answer in got] == [answer["output_ids"] for answer in want]
+        # SGLang 0.5.17 itself loses logprobs now and then, and gives prompts those of others (sglang#36938).
+        if (version or sglang_version()) != "0.5.17":
+            # A prefill may round a logit to another bfloat16 than decode steps did.
+            assert_same_answers(got, want, logprob_error=0.05)
+            for answer, other in zip(got, want, strict=True):
+                assert_same_logprobs_of_prompts(answer, other)
         assert all_paths(got) == {"fused"}
         assert_no_failure(server)
 
