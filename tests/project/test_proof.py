@@ -748,3 +748,24 @@ def test_a_goal_that_is_no_count_is_missed_by_what_is_wrong(load, tmp_path):
 def test_results_of_processes_come_in_the_order_of_the_cases(load, processes):
     programs = load("programs")
     assert list(programs.in_processes(divmod, [(7, 2), (9, 4), (8, 3)], processes)) == [(3, 1), (2, 1), (2, 2)]
+
+
+@no_gpu
+def test_logits_of_a_tile_do_not_depend_on_the_batch(dry_run):
+    result = dry_run("order")
+    tiles = [row for row in result["rows"] if "tile" in row]
+    assert [(row["unequal"], row["batches"] > 10) for row in tiles] == [(0, True)] * 2 and result["wrong"] == []
+
+
+@no_gpu
+def test_another_order_in_another_batch_and_halves_with_the_order_of_a_tile_are_wrong(load):
+    rows = [
+        {"D": 64, "tile": "a", "order": 0, "unequal": 2},
+        {"D": 64, "tile": "b", "order": 1, "unequal": 0},
+        {"D": 64, "gemm": "two halves", "order": 1, "unequal": 5},
+        {"D": 32, "gemm": "two halves", "order": 1, "unequal": 5},
+    ]
+    assert load("order").wrong(rows) == [
+        "D 64: 2 batches change logits of a",
+        "D 64: two halves have the order of a tile",
+    ]
