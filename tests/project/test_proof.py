@@ -769,3 +769,27 @@ def test_another_order_in_another_batch_and_halves_with_the_order_of_a_tile_are_
         "D 64: 2 batches change logits of a",
         "D 64: two halves have the order of a tile",
     ]
+
+
+@no_gpu
+def test_errors_of_logprobs_are_counted_beside_those_of_stock(dry_run):
+    rows = dry_run("logprob_error")["rows"]
+    ours = {row["logits"]: row for row in rows if row["sampler"] == "ours" and row["temperature"] == 1.0}
+    assert ours["float32"]["mean"] < 1e-6 < ours["bfloat16"]["mean"] < 1e-3
+    assert all(0 < row["ratio_spread"] < 0.1 and row["tokens"] == 8 for row in rows)
+
+
+@no_gpu
+def test_a_larger_error_than_that_of_stock_and_a_logprob_above_zero_are_wrong(load):
+    cell = {"temperature": 1.0, "truncation": "none", "path": "fused", "illegal": 0, "mean": 1e-3}
+    rows = [
+        cell | {"logits": "bfloat16", "sampler": "stock"},
+        cell | {"logits": "bfloat16", "sampler": "ours", "mean": 2e-3},
+        cell | {"logits": "float32", "sampler": "stock"},
+        cell | {"logits": "float32", "sampler": "ours", "mean": 2e-6, "illegal": 3},
+    ]
+    assert load("logprob_error").wrong(rows) == [
+        "('bfloat16', 1.0, 'none', 'fused'): the mean error is 0.002; expected 0.0011 at most",
+        "('float32', 1.0, 'none', 'fused'): 3 logprobs are above 0, or no number",
+        "('float32', 1.0, 'none', 'fused'): the mean error is 2e-06; expected 1e-06 at most",
+    ]
