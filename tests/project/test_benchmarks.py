@@ -3,6 +3,7 @@ result files."""
 
 from __future__ import annotations
 
+import argparse
 import ast
 import asyncio
 import contextlib
@@ -360,6 +361,40 @@ def test_a_trace_says_which_operations_take_logits(load):
     events = [event("aten::softmax", [8, 500], []), event("aten::softmax", [16, 500]), event("aten::mm", [8, 500, 4])]
     events += [event("aten::add", [500]), event("aten::copy_", [8], [1, 500]), {"name": "aten::argmax"}]
     assert load("speculation").logits_operations(events, 500) == ["aten::copy_", "aten::softmax"]
+
+
+CHAIN = {"stock": (1, 7, False), "greedy": (1, 7, False)}
+REJECTION, TREE, COUPLED = {"rejection": (1, 7, True)}, {"tree": (4, 5, False)}, {"coupled": (1, 7, False)}
+
+
+@needs_sglang
+@pytest.mark.parametrize(
+    ("algorithm", "expected"),
+    [
+        ("EAGLE", CHAIN | REJECTION | TREE | COUPLED),
+        ("NEXTN", CHAIN | REJECTION | TREE | COUPLED),
+        ("EAGLE3", CHAIN | REJECTION | TREE),
+        ("STANDALONE", CHAIN | TREE | COUPLED),
+        ("NGRAM", dict.fromkeys(CHAIN, (None, None, False))),
+    ],
+)
+def test_speculation_is_raced_against_each_mode_of_stock_that_the_algorithm_has(load, tmp_path, algorithm, expected):
+    """Width of a node, passes of the draft model and rejection sampling, as SGLang reads them from the command."""
+    from sglang.srt.server_args import ServerArgs
+
+    speculation = load("speculation")
+    options = speculation.BENCHMARKS["speculation"].parser("speculation").parse_args(["--out", "x"])
+    speculation.prepare(options)
+    options.logs = options.checkpoints = tmp_path
+    parser = argparse.ArgumentParser()
+    ServerArgs.add_cli_args(parser)
+    run, found = speculation.Run(options, None, "tiny", algorithm, 8, 0.6), {}
+    for name in run.backends:
+        command = " ".join(run._server(name)._arguments).replace("--sampling-backend flashsample", "")
+        given = parser.parse_args(["--model-path", "x", *command.split()])
+        width, steps = given.speculative_eagle_topk, given.speculative_num_steps
+        found[name] = (width, steps, given.speculative_use_rejection_sampling)
+    assert found == expected
 
 
 def test_what_is_known_of_a_draft_model_is_a_mean_over_what_was_answered(load):
