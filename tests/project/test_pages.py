@@ -42,7 +42,6 @@ PAGES = [
 OPERATIONS = ROOT / "sgl_flashsample" / "sglang"
 COMMAND = re.compile(r"(?:^|`)make ([a-z-]+)", re.M)
 CODE_BLOCK = re.compile(r"^```.*?^```$", re.M | re.S)
-INT8_BYTES_PER_ID = 12  # three float32: ``kernels/int8_head.py``
 GENERATED = re.compile(r"<!-- results:[a-z-]+ -->.*?<!-- end -->", re.S)
 
 
@@ -264,11 +263,13 @@ def test_what_the_readme_calls_checked_is_on_the_page_of_proofs():
         assert f"{found} of {count}" in proof, count
 
 
-def test_the_readme_says_what_an_int8_copy_and_graphs_take():
+def test_the_readme_says_how_much_memory_a_server_took_and_what_bounds_it():
+    (head,) = next(row for row in rows("h100-load") if row["model"] == "qwen3-8b" and "heads" in row)["heads"]
     said(
-        f"Up to {step_graphs.MAX_PREPARED_BYTES >> 20} MB for CUDA graphs",
-        f"{100 * MEMORY_SHARES[ScreenMode.AUTO]:.0f} % of the memory left by the weights",
-        f"({151_936 * (4096 + INT8_BYTES_PER_ID) / 1e9:.1f} GB for Qwen3-8B",
+        f"{head['bytes'] / 1e9:.1f} GB for Qwen3-8B with 1,000 clients",
+        f"{head['screen']['bytes'] / 1e9:.1f} GB of it an INT8 copy",
+        f"at most {100 * MEMORY_SHARES[ScreenMode.AUTO]:.0f} % of the memory left by the weights",
+        f"up to {step_graphs.MAX_PREPARED_BYTES >> 20} MB of CUDA graphs",
     )
 
 
