@@ -18,6 +18,7 @@ from lab import bootstrap
 
 import sgl_flashsample
 from sgl_flashsample import defaults, switches
+from sgl_flashsample.autotune import decide, plan, verify
 from sgl_flashsample.kernels.workspace import ScreenCounter
 from sgl_flashsample.sglang import step_graphs, versions
 from sgl_flashsample.sglang.row_table import Reason
@@ -271,6 +272,20 @@ def test_the_readme_says_how_much_memory_a_server_took_and_what_bounds_it():
         f"at most {100 * MEMORY_SHARES[ScreenMode.AUTO]:.0f} % of the memory left by the weights",
         f"up to {step_graphs.MAX_PREPARED_BYTES >> 20} MB of CUDA graphs",
     )
+
+
+def test_the_pages_of_the_tuner_have_its_efforts_and_thresholds():
+    lines = [line.strip("| ").split(" | ") for line in text_of("docs/tune/five-minutes.md").splitlines()]
+    table = {line[0].strip("`"): line[1:4] for line in lines if line[0].strip("`") in plan.EFFORTS}
+    for name, effort in plan.EFFORTS.items():
+        budget = f"{effort.budget:.0f} s" if effort.budget < 3600 else f"{effort.budget / 3600:.0f} h"
+        cap = str(effort.cap) if effort.cap < 10**9 else "all"
+        assert table[name][:2] == [budget, cap] and f"up to {effort.policy.most} rounds" in table[name][2]
+    policy, text = plan.EFFORTS["full"].policy, " ".join(text_of("docs/tune/decisions.md").split())
+    assert f"beyond {100 * policy.tie:.0f} % (or {policy.tie_us:g} µs)" in text
+    assert f"only for a gain of more than {100 * policy.min_gain:.0f} %" in text
+    assert f"costs more than {100 * decide.TRANSFER_REGRET:.0f} %" in text
+    assert f"times within {100 * verify.WITHIN:.0f} %" in text_of("docs/tune/five-minutes.md")
 
 
 def test_the_support_matrix_is_that_of_the_result_files_and_of_the_tests():
