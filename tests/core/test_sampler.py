@@ -22,7 +22,7 @@ from sgl_flashsample.kernels.workspace import ScreenCounter
 from sgl_flashsample.screen import Screen
 from sgl_flashsample.tables import lookup
 
-PAGE = Path(__file__).resolve().parents[2] / "sgl_flashsample" / "README.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "library" / "index.md"
 EXAMPLES = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S)
 FORMS = {"numbers": lambda values: values[0], "lists": list, "tensors": torch.tensor}
 

@@ -12,7 +12,7 @@ import torch
 from sgl_flashsample import BatchParams, DraftTree, LMHead, LogitEdits, SampleOutput, Truncation, sample, verify
 from sgl_flashsample.kernels.reference import lm_head_sample_ref
 
-PAGE = Path(__file__).resolve().parents[2] / "sgl_flashsample" / "README.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "library" / "index.md"
 EXAMPLES = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S)
 VOCAB, HIDDEN = 200, 64
 TREE = [-1, 0, 0, 1, 1, 2, 3, 6]  # siblings, and a path of five nodes

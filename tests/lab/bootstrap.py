@@ -142,7 +142,7 @@ def install(environment, gpu):
         extras = project["project"]["optional-dependencies"]
         needed += [
             one
-            for extra in ("tune", "bench", "completion", "test")
+            for extra in ("tune", "bench", "completion", "docs", "test")
             for one in extras[extra]
             if not one.startswith("sgl-flashsample")
         ]
