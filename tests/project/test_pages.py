@@ -18,7 +18,7 @@ FOLDERS = ("kernels", "autotune", "benchmarks", "sgl_flashsample", "sgl_flashsam
 PAGES = [
     "README.md",
     "CONTRIBUTING.md",
-    "benchmarks/RESULTS.md",
+    "docs/results/index.md",
     *(f"{folder}/README.md" for folder in (*FOLDERS, "tests/proof")),
 ]
 OPERATIONS = ROOT / "sgl_flashsample" / "sglang"
