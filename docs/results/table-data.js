@@ -1954,9 +1954,5 @@ const FILES = [
 ["exchange","",256,"","rows, by memory",64.81,0.8,"µs",null,"","",0,["exchange",256,"rows, by memory",64.81,0.8,true,4,null,null,null,null,null,null]],
 ["exchange","",256,"","gather of logits, to float32",430.46,0.4,"µs",null,"","",0,["exchange",256,"gather of logits, to float32",430.46,0.4,false,4,null,null,null,null,null,null]],
 ["tokens","",null,"plain","",0,null,"tokens different",null,"","",1,["tokens",null,null,null,null,null,4,"plain",35913728,0,2244608,0,0]]
-]},
-{"file": "load.json", "benchmark": "load", "card": "CPU", "device": "cpu", "versions": {"torch": "2.13.0+cpu", "triton": "3.7.1", "cuda": "none", "python": "3.11.7", "sglang": "0.5.21"}, "runs": [{"date": "2026-11-26", "command": "python benchmarks/load.py --models tiny --concurrency 64 --out benchmarks/results/load.json", "sglang": "0.5.21", "commit": null}], "these_kernels": false, "not_run": [], "columns": ["section", "model", "batch", "sampling", "contender", "value", "spread", "unit", "over", "beside", "verdict", "run"], "names": ["model", "backend", "concurrency", "requests", "ends.answered", "ends.left", "tokens_per_s", "answer_s_p50", "answer_s_p99", "gap_ms_p50", "gap_ms_p99", "host_mib_growth", "rows.fused", "rows.native top_logprobs"], "rows": [
-["","tiny",64,"","stock",890.1,null,"tokens/s",null,"","",0,["tiny","stock",64,4115,4034,81,890.1,8.495,28.552,34.546,843.589,-1,null,null]],
-["","tiny",64,"","flashsample",1172.9,null,"tokens/s",0.7589,"stock","not decided",0,["tiny","flashsample",64,5368,5262,106,1172.9,6.378,25.228,24.492,576.332,3,665074.0,55229.0]]
 ]}
 ];
