@@ -10,7 +10,7 @@ import html
 from collections.abc import Iterator
 from pathlib import Path
 
-from tables import RESULTS, SCREENED, SHORT, STANDING, Pair, Results, conditions_of, summary_rows, title
+from tables import RESULTS, SCREENED, SHORT, STANDING, Pair, Results, conditions_of, sglang_of, summary_rows, title
 
 WIDTH, PANEL = 1000, 480  # of the picture, and of each of its two panels
 LABEL, VALUE = 132, 104  # pixels left of the bars, and right of the longest
@@ -115,7 +115,7 @@ def _panel(panel: Panel, left: float, ink: Ink) -> Iterator[str]:
             yield f'<path d="{path}" stroke="{ink.text}" fill="none"/>'
             words = f"{bar.value:,.{panel.digits}f} {panel.unit}"
             bold = ' font-weight="600"' * (bar.colour != "other")
-            yield _text(high + 6, y + BAR - 4.5, f"{words}  {bar.words}".strip(), ink.text, 13, bold)
+            yield _text(high + 6, y + BAR - 4.5, ", ".join(filter(None, (words, bar.words))), ink.text, 13, bold)
             y += BAR
         y += GAP
     yield f'<path d="M{left + LABEL:g} {TOP - 5}V{y - GAP + 4:g}" stroke="{ink.soft}" fill="none"/>'
@@ -136,9 +136,9 @@ def draw(results: Results, ink: Ink) -> str | None:
         ("ours", "with sgl-flashsample"),
         (SCREENED, "with its INT8 screen"),
     ]
-    parts = [
-        _text(20, 26, f"Exact sampling fused into the LM head, {results.name}", ink.text, 18, ' font-weight="700"')
-    ]
+    sglang = " and ".join(sorted(sglang_of([results.data("serve")])))
+    heading = f"Exact sampling fused into the LM head: {results.name}, SGLang {sglang}"
+    parts = [_text(20, 26, heading, ink.text, 18, ' font-weight="700"')]
     x = 20.0
     for colour, words in legend:
         parts.append(f'<rect x="{x:g}" y="46" width="12" height="12" fill="{getattr(ink, colour)}"/>')

@@ -63,7 +63,7 @@ WITHOUT_BASELINE = {"screened": ("fused",)}
 NOT_DECIDED = "not decided"
 OTHER_TIMES = ("default_us", "other_us", "builtin_us")
 CONTENDER = ("backend", "path", "exchange")
-# What a row is about; rows that are equal in these are compared.
+# Fields that say what a row is about; rows that are equal in these are compared.
 SETTING = (
     *("section", "model", "tp", "pp", "speculation", "algorithm", "draft_tokens", "error", "temperature", "arrivals"),
     *("clients", "concurrency", "V", "D", "B", "batch", "rows", "sampling", "kind", "profile", "threads"),

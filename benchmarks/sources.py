@@ -1,4 +1,4 @@
-"""Which code a result describes: a fingerprint of the code that draws, and the commit. Loads no torch.
+"""The code that a result describes: a fingerprint of the code that draws, and the commit. Loads no torch.
 
 The fingerprint is a hash of the source text without comments, docstrings and empty lines. Equal fingerprints are equal
 kernels and equal choices of a configuration. Unequal ones may still compile to the same machine code: a file with
@@ -69,7 +69,7 @@ def _comments(source: str) -> Iterator[Span]:
 
 
 def state() -> dict[str, object]:
-    """What a result file records of this tree."""
+    """The facts that a result file records of this tree."""
     code = {place: fingerprint(drawing_code(place)) for place in ("gpu", "cpu")}
     return {"commit": commit(), "drawing_code": code}
 

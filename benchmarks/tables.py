@@ -191,14 +191,14 @@ class Pair:
         return cls(one[figure], ours[figure], (one[spread], ours[spread]), rate)
 
     def as_rates(self) -> Pair:
-        """Of two times: how often per second."""
+        """This pair of times as rates per second."""
         one, ours = 1e6 / self.one, 1e6 / self.ours
         spreads = one * self.spreads[0] / self.one, ours * self.spreads[1] / self.ours
         return Pair(one, ours, spreads, rate=True)
 
     @property
     def change(self) -> float:
-        """Percent."""
+        """Percent of the first figure."""
         return 100 * (self.ours / self.one - 1)
 
     @property
@@ -247,7 +247,7 @@ def traffic_pairs(results: Results) -> list[tuple[Row, Pair]]:
 
 
 def draft_pairs(results: Results) -> list[tuple[Row, Pair]]:
-    """Of each cell with drafts, the row of what our server does by itself: coupled drafts where a model drafts."""
+    """A row of ours and the pair, of each cell with drafts. Ours has coupled drafts, its default, if a model drafts."""
     pairs = []
     for of in results.sides("speculation", "speed", fields=DRAFTS).values():
         ours = of.get("coupled") or of.get("greedy")
@@ -467,7 +467,7 @@ def _kernels_lost(folder: Path) -> str:
 
 
 def tuned(folder: Path) -> str:
-    """What a tuned table gains over the built-in choices, per head and kind, measured again in another process; then
+    """The gains of a tuned table over the built-in choices, per head and kind, measured again in another process; then
     its choices between the measured sizes."""
     blocks = []
     for results in (Results(gpu, folder) for gpu in gpus(folder)):
@@ -526,11 +526,18 @@ def age(folder: Path) -> str:
     return f"{words}{len(others)} with older kernels**; {silent} of these do not say with which commit."
 
 
+def sglang_of(files: Iterable[dict[str, Any]]) -> set[str]:
+    """The versions of SGLang that files were measured with."""
+    return {run.get("sglang") or data["env"].get("sglang") for data in files for run in runs_of(data)} - {
+        None,
+        "not installed",
+    }
+
+
 def _conditions(files: Iterable[dict[str, Any]]) -> str:
     """The cards, versions and dates of result files."""
     files = list(files)
-    sglang = {run.get("sglang") or data["env"].get("sglang") for data in files for run in runs_of(data)} - {None}
-    versions = {"SGLang": sglang}
+    versions = {"SGLang": sglang_of(files)}
     for name, key in (("torch", "torch"), ("Triton", "triton"), ("FlashInfer", "flashinfer")):
         versions[name] = {data["env"][key] for data in files if data["env"].get(key)}
     dates = sorted(run["date"] for data in files for run in runs_of(data))
@@ -544,7 +551,7 @@ def conditions_of(results: Results, *benchmarks: str) -> str:
 
 
 def conditions(folder: Path) -> str:
-    """Of all files of GPUs."""
+    """The cards, versions and dates of all files of GPUs."""
     files = [data for file in result_files(folder) if (data := read(file))["env"]["device"] != "cpu"]
     return _conditions(files) if files else NOT_MEASURED
 

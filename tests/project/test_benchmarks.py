@@ -934,30 +934,47 @@ def test_a_tuned_table_has_its_gains_per_kind_and_its_losses_between_sizes(load,
 
 
 def test_every_row_of_every_file_is_in_the_table_of_all_results(load):
-    rows, tables = load("rows"), load("tables")
-    shown = {entry["file"]: entry for entry in rows.page_data()}
-    assert shown.keys() == {file.name for file in tables.result_files()}
-    for file in tables.result_files():
-        data = json.loads(file.read_text())
-        assert len(shown[file.name]["rows"]) >= len(data.get("rows", [])) > 0 or data["sections"], file.name
-    place = rows.page_data()[0]["columns"].index("value")
-    without = {(entry["benchmark"], row[0]) for entry in shown.values() for row in entry["rows"] if row[place] is None}
+    files = load("rows").page_data()
+    assert {entry["file"] for entry in files} == {file.name for file in load("tables").result_files()}
+    place = files[0]["columns"].index("value")
+    without = set()
+    for entry in files:
+        data = json.loads((FOLDER / "results" / entry["file"]).read_text())
+        assert len(entry["rows"]) == len(data.get("rows", [])) + len(data.get("searches", [])) + rows_of_sections(data)
+        without |= {(entry["benchmark"], row[0]) for row in entry["rows"] if row[place] is None}
     assert without == {("serve", "repeats"), ("tuning", "runs")}, "they hold several figures of equal weight"
 
 
-def test_a_row_of_the_table_is_compared_with_its_own_cell_alone(load, tmp_path):
-    rows = timed({"stock": 100.0, "flashsample": 103.0}, sampling="greedy", batch=1)
-    rows += timed({"stock": 50.0, "flashsample": 49.0}, sampling="greedy", batch=8)
+def rows_of_sections(data: dict) -> int:
+    """Rows of each section, or of each head in it; a section without rows is one."""
+    count = 0
+    for section in data.get("sections", {}).values():
+        for part in [section] if "command" in section else section.values():
+            rows = [row for value in part.values() if isinstance(value, list) for row in value if isinstance(row, dict)]
+            count += sum(len(row["rows"]) if isinstance(row.get("rows"), list) else 1 for row in rows) or 1
+    return count
+
+
+SETTINGS = ["model", "tp", "pp", "sampling", "batch", "prompt_tokens", "clients", "temperature", "error", "threads"]
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_a_row_of_the_table_is_compared_with_its_own_cell_alone(load, tmp_path, setting):
+    fields: dict[str, object] = {"sampling": "greedy", "batch": 1}
+    values = {"model": ("qwen3-8b", "qwen3-1.7b"), "sampling": ("t1", "greedy")}.get(setting, (1, 2))
+    first, second = (fields | {setting: value} for value in values)
+    rows = timed({"stock": 100.0, "flashsample": 103.0}) + timed({"stock": 50.0, "flashsample": 49.0})
+    rows = [row | cell for row, cell in zip(rows, (first, first, second, second), strict=True)]
     file = write_results(tmp_path, "serve", rows)
     shown = load("rows").shown_rows(json.loads(file.read_text()))
-    found = [(row.batch, row.contender, row.over, row.beside, row.verdict) for row in shown]
+    found = [(row.contender, row.over, row.beside, row.verdict) for row in shown]
     assert found == [
-        (1, "stock", None, "", ""),
-        (1, "flashsample", 1.03, "stock", "slower"),
-        (8, "stock", None, "", ""),
-        (8, "flashsample", 0.98, "stock", "not decided"),
+        ("stock", None, "", ""),
+        ("flashsample", 1.03, "stock", "slower"),
+        ("stock", None, "", ""),
+        ("flashsample", 0.98, "stock", "not decided"),
     ]
-    assert shown[0].about["tpot_us"] == 100.0 and shown[0].sampling == "greedy" and shown[0].unit == "µs per token"
+    assert shown[0].about["tpot_us"] == 100.0 and shown[0].unit == "µs per token"
 
 
 def test_more_tokens_per_second_are_less_time(load, tmp_path):
@@ -1021,17 +1038,21 @@ def test_the_picture_has_a_bar_per_measured_way_from_zero_with_its_change_and_it
     assert [round(width / widths[0], 3) for width in widths] == [1.0, 0.9, 1.0, 0.75, 0.5]
     assert re.findall(r">([^<]*(?: ms| µs)[^<]*)<", light) == [
         "6.00 ms",
-        "5.40 ms  -10 %",
+        "5.40 ms, -10 %",
         "400 µs",
-        "300 µs  -25 %",
-        "200 µs  -50 %",
+        "300 µs, -25 %",
+        "200 µs, -50 %",
     ]
-    assert "NVIDIA H200; SGLang 0.5.17, torch 2, Triton 3" in light and light != dark
+    assert "LM head: H200, SGLang 0.5.17<" in light and "NVIDIA H200; SGLang 0.5.17, torch 2" in light != dark
     xml.etree.ElementTree.fromstring(light)
 
 
-def test_a_result_records_its_commit_and_the_code_that_draws_and_no_folder(make_result, load):
-    run = make_result().run
+def test_a_result_records_its_versions_its_commit_and_the_code_that_draws_and_no_folder(make_result, load):
+    result = make_result()
+    assert result.env.keys() >= {"device", "torch", "triton", "sglang", "commit", "drawing_code"}
+    result.put("a", {"us": 1.0})
+    assert result.data["sections"]["a"].keys() >= {"commit", "drawing_code"}
+    run = result.run
     assert re.fullmatch(r"[0-9a-f]{40}(, changed)?|unknown", run["commit"])
     assert run["drawing_code"] == {place: load("tables").current(place) for place in ("gpu", "cpu")}
     assert str(ROOT) not in json.dumps(run)
