@@ -283,14 +283,14 @@ def summary_serve(folder: Path) -> Table | None:
                 times = [f"B={batch}: {pair_words(*pair)}" for batch, pair in pairs.items()]
                 speeds = [f"{batches[-1] / row['tpot_us'] * 1e6:,.0f}" for row in pairs[batches[-1]]]
                 lines.append([f"{results.name}, {model}, {title(sampling)}", *times, " → ".join(speeds)])
-    head = ["µs per token, stock → ours (ratio; larger spread)", "smallest batch", "largest batch"]
-    return ([*head, "tokens/s of the largest batch"], lines) if lines else None
+    head = ["µs per output token, stock → ours (ratio; ± the larger spread)", "smallest batch", "largest batch"]
+    return ([*head, "tokens/s, all of the largest batch"], lines) if lines else None
 
 
 def summary_kernels(folder: Path) -> Table | None:
     """A few batch sizes of the first head, ours beside the fastest way without us."""
     samplings = ("t1", "k50p90", "greedy")
-    head = ["µs, fastest baseline → ours (ratio; larger spread)", *map(title, samplings), "with a screen"]
+    head = ["µs, fastest of four → ours (ratio; ± the larger spread)", *map(title, samplings), "temperature 1, screen"]
     lines = []
     for results in (Results(gpu, folder) for gpu in gpus(folder)):
         for cell in results.cells:
