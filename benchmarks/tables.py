@@ -528,10 +528,7 @@ def age(folder: Path) -> str:
 
 def sglang_of(files: Iterable[dict[str, Any]]) -> set[str]:
     """The versions of SGLang that files were measured with."""
-    return {run.get("sglang") or data["env"].get("sglang") for data in files for run in runs_of(data)} - {
-        None,
-        "not installed",
-    }
+    return {run.get("sglang") or data["env"].get("sglang") for data in files for run in runs_of(data)} - {None}
 
 
 def _conditions(files: Iterable[dict[str, Any]]) -> str:
