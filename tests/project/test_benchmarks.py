@@ -1084,6 +1084,12 @@ def test_the_check_of_a_release_fails_with_the_names_of_old_files(load, monkeypa
         report.main()
     monkeypatch.setattr(report, "with_other_code", lambda: [])
     report.main()
+    assert "benchmarks/report.py --check\n" in (ROOT / ".ci" / "release").read_text()
+
+
+def test_pages_are_made_without_torch():
+    code = "import sys; sys.modules['torch'] = None; sys.path.insert(0, 'benchmarks'); import report; report.written()"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 
 def test_a_fingerprint_is_of_code_and_not_of_comments(load, tmp_path):
