@@ -16,8 +16,10 @@ if "--dry-run" in sys.argv:
     interpreter.turn_on()  # before Triton is imported
 
 import argparse
+import contextlib
 import dataclasses
 import datetime
+import importlib.metadata
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -30,7 +32,6 @@ from sgl_flashsample import __version__
 from sgl_flashsample.autotune.timing import describe_machine
 from sgl_flashsample.autotune.workload import make_weight
 from sgl_flashsample.files import first_line, one_line, write_whole
-from sgl_flashsample.sglang.versions import sglang_version
 
 DRY_RUN = "--dry-run" in sys.argv
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -121,8 +122,9 @@ class Result:
         self._sections = benchmark.sections
         self.before: dict[str, Any] = kept.get("env", {})
         self.run: dict[str, Any] = {"date": datetime.date.today().isoformat(), "command": command_line()} | state()
-        versions = {"sgl_flashsample": __version__, "sglang": sglang_version()}
-        self.env: dict[str, Any] = describe_machine(DEVICE) | versions | self.run
+        self.env: dict[str, Any] = describe_machine(DEVICE) | {"sgl_flashsample": __version__} | self.run
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            self.env["sglang"] = importlib.metadata.version("sglang")
         self.env["not_run"] = list(self.before.get("not_run", []))
         self.data: dict[str, Any] = kept | {"env": self.env, "runs": [*kept.get("runs", []), self.run]}
         if kept and (device := self.before.get("device")) != self.env["device"]:

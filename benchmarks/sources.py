@@ -46,7 +46,7 @@ def bare(source: str) -> str:
     """``source`` without comments, docstrings, empty lines and blanks at the ends of lines."""
     lines = source.splitlines()
     for (first, start), (last, end) in sorted([*_docstrings(source), *_comments(source)], reverse=True):
-        # Offsets of the syntax tree count bytes, those of comments characters; both lines are ASCII up to there.
+        # Offsets of the syntax tree count bytes, not characters; nothing but a comment follows a docstring on its line.
         lines[first - 1 : last] = [lines[first - 1][:start] + lines[last - 1][end:]]
     return "\n".join(filter(None, (line.rstrip() for line in lines)))
 

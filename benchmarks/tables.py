@@ -347,6 +347,9 @@ def eight(folder: Path) -> Table | None:
         cell = {"model": "qwen3-8b", "clients": 64, "sampling": "trunc", "pp": None}
         return next(pair for row, pair in traffic_pairs(Results("h200", folder)) if _has(row, cell))
 
+    speeds = Results("h100", folder).rows("speculation", "speed")
+    distances = [row["draft_tv"] for row in speeds if _has(row, drafts) and "draft_tv" in row]
+    apart = f" {min(distances):.2f} apart in total variation" if distances else ""
     limits, ms, us, rate = SHORT["trunc"], (1e3, 2, "ms per token"), (1.0, 0, "µs"), (1.0, 0, "tokens/s")
     numbers: list[tuple[str, tuple[float, int, str], Callable[[], Pair]]] = [
         (f"H200, Qwen3-8B, batch of 64, {limits}", ms, lambda: _server("h200", folder, sampling="trunc", **one_gpu)),
@@ -368,7 +371,7 @@ def eight(folder: Path) -> Table | None:
             us,
             lambda: _step("h200", folder, *head_8b, "t1", screened=True),
         ),
-        ("H100, Qwen3-1.7B with a made draft model, 32 requests, temperature 1", rate, with_drafts),
+        (f"H100, Qwen3-1.7B, 32 requests, temperature 1, a made draft model{apart}", rate, with_drafts),
     ]
     lines = []
     for name, (scale, digits, unit), measured in numbers:
@@ -528,10 +531,7 @@ def age(folder: Path) -> str:
 
 def sglang_of(files: Iterable[dict[str, Any]]) -> set[str]:
     """The versions of SGLang that files were measured with."""
-    return {run.get("sglang") or data["env"].get("sglang") for data in files for run in runs_of(data)} - {
-        None,
-        "not installed",
-    }
+    return {run.get("sglang") or data["env"].get("sglang") for data in files for run in runs_of(data)} - {None}
 
 
 def _conditions(files: Iterable[dict[str, Any]]) -> str:
