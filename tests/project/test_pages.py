@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from sgl_flashsample import switches
-from sgl_flashsample.kernels.workspace import ScreenCounter
+from sgl_flashsample.sglang import metrics
 from sgl_flashsample.sglang.row_table import Reason
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -47,16 +48,28 @@ def test_every_reason_against_the_fused_pass_is_explained():
     assert sorted(named) == sorted(Reason)
 
 
-def test_every_metric_is_explained_and_the_dashboard_and_the_alerts_ask_for_no_other():
-    exported = re.findall(r'(\w+)\(\s*"(sglang:flashsample_\w+)"', (OPERATIONS / "metrics.py").read_text())
-    names = {f"sglang:flashsample_screen_{counter.name.lower()}_total" for counter in ScreenCounter}
-    names |= {f"{name}_total" if kind == "PrometheusCounter" else name for kind, name in exported}
+def test_every_metric_is_explained_and_the_dashboard_and_the_alerts_ask_for_no_other(monkeypatch):
+    client = pytest.importorskip("prometheus_client")
+    registry = client.CollectorRegistry()
+    for kind in ("Counter", "Gauge", "Histogram"):
+        monkeypatch.setattr(client, kind, functools.partial(getattr(client, kind), registry=registry))
+    metrics.Metrics(prometheus=True)
+    names = {f"{one.name}_total" if one.type == "counter" else one.name for one in registry.collect()}
     table = (OPERATIONS / "README.md").read_text().split("| metric |")[1].split("\n\n")[0]
     assert set(re.findall(r"`(sglang:\w+)`", table)) == names
     for file in ("alerts.yml", "grafana.json"):
         asked = set(re.findall(r"sglang:flashsample_\w+", (OPERATIONS / "monitoring" / file).read_text()))
-        assert {re.sub(r"host_seconds_(sum|count)$", "host_seconds", name) for name in asked} <= names, file
-    assert len(json.loads((OPERATIONS / "monitoring" / "grafana.json").read_text())["panels"]) == 6
+        assert {name.removesuffix("_bucket") for name in asked} <= names, file
+
+
+def test_every_query_of_the_dashboard_is_of_the_chosen_models_and_servers():
+    dashboard = json.loads((OPERATIONS / "monitoring" / "grafana.json").read_text())
+    assert {one["name"] for one in dashboard["templating"]["list"]} == {"datasource", "model_name", "instance"}
+    queries = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    assert len(dashboard["panels"]) == 6
+    for query in queries:
+        chosen = query.count('model_name=~"$model_name",instance=~"$instance"}')
+        assert chosen == query.count("sglang:flashsample_") > 0, query
 
 
 @pytest.mark.parametrize("page", PAGES)
