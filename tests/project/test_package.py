@@ -15,6 +15,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import test_deploy
 from lab import bootstrap
 
 from sgl_flashsample import __version__
@@ -90,6 +91,18 @@ def test_the_wheel_holds_every_module_table_and_dashboard_once_and_nothing_else(
         for path in (ROOT / folder).rglob("*.py"):
             expected.append(f"sgl_flashsample/{package}{path.relative_to(ROOT / folder).as_posix()}")
     assert sorted(names) == sorted(expected)
+
+
+def test_what_the_image_copies_makes_the_same_wheel(source, wheel, tmp_path):
+    (tmp_path / "src").mkdir()
+    for name in test_deploy.copied():
+        if (source / name).is_dir():
+            shutil.copytree(source / name, tmp_path / "src" / name, symlinks=True)
+        else:
+            shutil.copy(source / name, tmp_path / "src")
+    run(sys.executable, "-m", "build", "--no-isolation", "--wheel", "--outdir", tmp_path / "dist", tmp_path / "src")
+    (built,) = (tmp_path / "dist").iterdir()
+    assert zipfile.ZipFile(built).namelist() == zipfile.ZipFile(wheel).namelist()
 
 
 def test_a_checkout_that_is_not_installed_is_whole_from_any_folder(source, tmp_path):
