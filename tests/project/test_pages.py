@@ -5,6 +5,7 @@ Commands: ``test_documented_commands.py``.)"""
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import json
 import os
@@ -19,8 +20,7 @@ from lab import bootstrap
 import sgl_flashsample
 from sgl_flashsample import defaults, switches
 from sgl_flashsample.autotune import decide, plan, verify
-from sgl_flashsample.kernels.workspace import ScreenCounter
-from sgl_flashsample.sglang import step_graphs, versions
+from sgl_flashsample.sglang import metrics, step_graphs, versions
 from sgl_flashsample.sglang.row_table import Reason
 from sgl_flashsample.sglang.screen_lifecycle import MEMORY_SHARES, ScreenMode
 
@@ -75,20 +75,34 @@ def test_every_reason_against_the_fused_pass_is_explained():
     assert sorted(named) == sorted(Reason)
 
 
-def test_every_metric_is_explained_and_the_dashboard_and_the_alerts_ask_for_no_other():
-    exported = re.findall(r'(\w+)\(\s*"(sglang:flashsample_\w+)"', (OPERATIONS / "metrics.py").read_text())
-    names = {f"sglang:flashsample_screen_{counter.name.lower()}_total" for counter in ScreenCounter}
-    names |= {f"{name}_total" if kind == "PrometheusCounter" else name for kind, name in exported}
+def test_every_metric_is_explained_and_the_dashboard_and_the_alerts_ask_for_no_other(monkeypatch):
+    client = pytest.importorskip("prometheus_client")
+    registry = client.CollectorRegistry()
+    for kind in ("Counter", "Gauge", "Histogram"):
+        monkeypatch.setattr(client, kind, functools.partial(getattr(client, kind), registry=registry))
+    metrics.Metrics(prometheus=True)
+    names = {f"{one.name}_total" if one.type == "counter" else one.name for one in registry.collect()}
     page = text_of("docs/operate/metrics.md")
     assert set(re.findall(r"`(sglang:\w+)`", page.split("| metric |")[1].split("\n\n")[0])) == names
     for file in ("alerts.yml", "grafana.json"):
         asked = set(re.findall(r"sglang:flashsample_\w+", (OPERATIONS / "monitoring" / file).read_text()))
-        assert {re.sub(r"host_seconds_(sum|count)$", "host_seconds", name) for name in asked} <= names, file
+        assert {name.removesuffix("_bucket") for name in asked} <= names, file
+
+
+def test_every_query_of_the_dashboard_is_of_the_chosen_models_and_servers():
+    dashboard = json.loads((OPERATIONS / "monitoring" / "grafana.json").read_text())
+    assert {one["name"] for one in dashboard["templating"]["list"]} == {"datasource", "model_name", "instance"}
+    queries = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    for query in queries:
+        chosen = query.count('model_name=~"$model_name",instance=~"$instance"}')
+        assert chosen == query.count("sglang:flashsample_") > 0, query
+
+
+def test_the_pages_name_the_panels_of_the_dashboard():
     panels = json.loads((OPERATIONS / "monitoring" / "grafana.json").read_text())["panels"]
-    assert re.findall(r"\*([^*]+)\*", page) == [panel["title"] for panel in panels]
-    assert set(re.findall(r"\*([A-Z][^*]+)\*", text_of("docs/operate/rollout.md").replace("**", ""))) <= {
-        panel["title"] for panel in panels
-    }
+    titles = [panel["title"] for panel in panels]
+    assert re.findall(r"\*([^*]+)\*", text_of("docs/operate/metrics.md")) == titles
+    assert set(re.findall(r"\*([A-Z][^*]+)\*", text_of("docs/operate/rollout.md").replace("**", ""))) <= set(titles)
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -583,6 +583,13 @@ def test_what_was_served_is_in_the_log_and_in_the_metrics_with_its_reasons(ours)
     assert metric(ours, "host_seconds_sum") > 0
 
 
+def test_metrics_have_the_labels_of_sglangs_own(ours):
+    lines = re.findall(r"^sglang:(flashsample_active|max_total_num_tokens)(\{[^}]*\})", ours.metrics(), re.M)
+    labels = dict(lines)
+    assert 'model_name="' in labels["flashsample_active"]
+    assert labels["flashsample_active"] == labels["max_total_num_tokens"]
+
+
 @pytest.mark.full
 @pytest.mark.skipif(CUDA, reason="kernels draw there in any case")
 def test_interpreted_kernels_give_the_tokens_of_rows_that_are_drawn_in_host_memory(servers, of_kernels):
