@@ -16,14 +16,17 @@ if "--dry-run" in sys.argv:
     interpreter.turn_on()  # before Triton is imported
 
 import argparse
+import contextlib
 import dataclasses
 import datetime
+import importlib.metadata
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
+from sources import state
 
 from sgl_flashsample import __version__
 from sgl_flashsample.autotune.timing import describe_machine
@@ -108,7 +111,7 @@ class Benchmark:
 
 class Result:
     """A result file, written again with each ``add`` and ``put``: ``env`` (what results depend on, and ``not_run``),
-    ``runs`` (command and date of each), ``rows`` with the place of their run, and ``sections``.
+    ``runs`` (command, date and code of each), ``rows`` with the place of their run, and ``sections``.
 
     kept: the file's content so far, if it is kept; its rows and sections stay until they are measured anew. before: its
     environment.
@@ -118,8 +121,10 @@ class Result:
         self.file, self._place, self._cell = file, benchmark.place, benchmark.cell
         self._sections = benchmark.sections
         self.before: dict[str, Any] = kept.get("env", {})
-        self.run = {"date": datetime.date.today().isoformat(), "command": command_line()}
+        self.run: dict[str, Any] = {"date": datetime.date.today().isoformat(), "command": command_line()} | state()
         self.env: dict[str, Any] = describe_machine(DEVICE) | {"sgl_flashsample": __version__} | self.run
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            self.env["sglang"] = importlib.metadata.version("sglang")
         self.env["not_run"] = list(self.before.get("not_run", []))
         self.data: dict[str, Any] = kept | {"env": self.env, "runs": [*kept.get("runs", []), self.run]}
         if kept and (device := self.before.get("device")) != self.env["device"]:
@@ -140,7 +145,7 @@ class Result:
 
     def put(self, section: str, value: dict[str, Any], name: str | None = None) -> None:
         """Put a section, or its part of the head ``name``, in the place of its last value."""
-        part = value | {"date": self.run["date"], "command": self.run["command"]}
+        part = value | {name: self.run[name] for name in ("date", "command", "commit", "drawing_code")}
         sections = self.data.get("sections", {})
         sections[section] = part if name is None else sections.get(section, {}) | {name: part}
         gaps = self.env["not_run"]

@@ -287,7 +287,7 @@ def check(options: Any) -> None:
 
 def measure(options: Any, result: Result) -> int:
     gpus: list[int | None] = list(range(torch.cuda.device_count()))
-    result.env["sglang"] = result.run["sglang"] = sglang_version()
+    result.run["sglang"] = sglang_version()
     with tempfile.TemporaryDirectory() as name:
         for model in options.models:
             (Path(name) / model).mkdir()

@@ -28,8 +28,7 @@ class Entry(NamedTuple):
 BENCHMARKS = {
     "kernels": Entry(
         "step",
-        "the whole last step, LM head to token, on every path of ours and with every baseline; with `--compare-with "
-        "OLDER`, our paths of this tree and of an older one: is any cell slower?",
+        "the whole last step, LM head to token, on every path of ours and with every baseline",
         "a GPU, FlashInfer",
     ),
     "features": Entry(
@@ -40,8 +39,7 @@ BENCHMARKS = {
     "quantised": Entry("step", "a head in float8_e4m3fn beside the same head in bfloat16, in one race", "a GPU"),
     "rivals": Entry(
         "rivals",
-        "the whole last step raced against FlashInfer, vLLM's Triton sampler, FlashSampling, SGLang and torch.compile: "
-        "what fusion gains, what a screen gains; a rival that is not installed is left out",
+        "the whole last step raced against FlashInfer, vLLM's Triton sampler, FlashSampling, SGLang and torch.compile",
         "a GPU, the rivals that are to be raced",
     ),
     "screened": Entry(
@@ -52,20 +50,17 @@ BENCHMARKS = {
     "serve": Entry("serve", "time per output token of real SGLang servers, stock and ours", "a GPU, SGLang"),
     "load": Entry(
         "load",
-        "1,000 clients of each server for ten minutes, with mixed features, stock and ours: lost requests, memory, "
-        "slowest answers",
+        "1,000 clients of each server for ten minutes, with mixed features: lost requests, memory, slowest answers",
         "two GPUs per model, SGLang; or a CPU, with `--models tiny --concurrency 64`",
     ),
     "traffic": Entry(
         "traffic",
-        "tokens per second of servers whose requests end and join at every step, stock and ours: closed loops, Poisson "
-        "arrivals, mixed requests, cold starts",
+        "tokens per second of servers whose requests end and join at every step, stock and ours",
         "a GPU, SGLang",
     ),
     "speculation": Entry(
         "speculation",
-        "speculative decoding in servers: tokens per second, accepted drafts and parts of a step; stock, our "
-        "verification, coupled drafts",
+        "speculative decoding in servers: tokens per second, accepted drafts and parts of a step",
         "a GPU, SGLang",
     ),
     "ranks": Entry(
@@ -75,7 +70,7 @@ BENCHMARKS = {
     ),
     "tuning": Entry(
         "tuning",
-        "the promises of the autotuner: time, regret, batches between sizes, replay; in several calls with `--keep`",
+        "the promises of the autotuner: time, regret, batches between sizes, replay",
         "a GPU, the extra `tune`",
     ),
     "hot-path": Entry(

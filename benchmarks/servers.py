@@ -23,10 +23,14 @@ def counters_of(server: Server) -> dict[str, float]:
     """The rows of each path and reason, and whether ours serves."""
     time.sleep(server.metrics_seconds)
     server.generate(text="a", sampling_params={"max_new_tokens": 2})  # a step brings the counters up to date
-    named = re.findall(
-        r'^sglang:flashsample_(?:rows_total\{path="(\w+)",reason="(\w*)"\}|(active)) (\S+)', server.metrics(), re.M
-    )
-    return {" ".join(filter(None, words)): float(value) for *words, value in named}
+    counted: dict[str, float] = {}
+    for name, labels, value in re.findall(
+        r"^sglang:flashsample_(rows_total|active)(\{.*\})? (\S+)$", server.metrics(), re.M
+    ):
+        words = [re.search(rf'\b{label}="(\w*)"', labels) for label in ("path", "reason")]
+        key = " ".join(word[1] for word in words if word and word[1]) if name == "rows_total" else name
+        counted[key] = counted.get(key, 0.0) + float(value)
+    return counted
 
 
 def server_options(parser: argparse.ArgumentParser, logs: str, memory_share: float) -> None:

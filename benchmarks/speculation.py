@@ -2,9 +2,12 @@
 
     python benchmarks/run.py speculation --out benchmarks/results/h200-speculation.json --sizes qwen3-1.7b
 
-stock    SGLang's own verification and drafts
-greedy   our verification and, where a model drafts, our drafts: the most likely tokens
-coupled  our verification, drafts with the noise of the target's tokens (STANDALONE, EAGLE, NEXTN)
+stock      SGLang's own verification and drafts, the most likely tokens
+rejection  SGLang's drafts by sampling, and rejection (EAGLE, EAGLE3, NEXTN)
+block      the same, whole blocks of drafts judged together (SGLang 0.5.23; not by default)
+tree       SGLang's verification of trees of the most likely tokens, 4 to a node, at most 5 deep
+greedy     our verification and, where a model drafts, our drafts: the most likely tokens
+coupled    our verification, drafts with the noise of the target's tokens (STANDALONE, EAGLE, NEXTN)
 
 The target is a checkpoint whose distribution is known (``sgl_flashsample/tools/markov.py``), computed at the full cost
 of its size. STANDALONE drafts with a smaller one whose logits have a normal error of ``--errors``; "p_max" and
@@ -76,6 +79,8 @@ DRAFT_LAYERS = 4
 HOT_IDS = 32_000  # ids of EAGLE3's draft model, for larger vocabularies
 ALGORITHMS = ("NGRAM", "STANDALONE", "EAGLE", "EAGLE3", "NEXTN")
 COUPLED = ("STANDALONE", "EAGLE", "NEXTN")
+REJECTING = ("EAGLE", "EAGLE3", "NEXTN")
+TREE_WIDTH, TREE_DEPTH = 4, 5
 EXTEND_ATTENTION = "_fwd_kernel"  # serves several new tokens per row: a verification has it in each layer of the target
 # Kernels that end a verification
 VERIFYING = ("TreeSpeculativeSampling", "VerifyTreeGreedy", "verify_tree_greedy", "follow_drafts")
@@ -91,18 +96,30 @@ GPU_ARGUMENTS = [
 
 
 class Backend(NamedTuple):
-    """name: --sampling-backend on a GPU."""
+    """name: --sampling-backend on a GPU. algorithms: those that it serves. options: of the server. width: drafts of a
+    node."""
 
-    name: str | None
+    name: str
     environment: dict[str, str]
+    algorithms: tuple[str, ...] = ALGORITHMS
+    options: tuple[str, ...] = ()
+    width: int = 1
     speculates: bool = True
 
+    def steps(self, nodes: int) -> int:
+        """Passes of the draft model for so many nodes, the root among them."""
+        return nodes - 1 if self.width == 1 else min(TREE_DEPTH, nodes - 1)
 
+
+BLOCK = "--speculative-use-block-verification"
 BACKENDS = {
     NO_DRAFTS: Backend(OURS, {}, speculates=False),
     STOCK: Backend("flashinfer", {}),
+    "rejection": Backend("flashinfer", {}, REJECTING, ("--speculative-use-rejection-sampling",)),
+    "block": Backend("flashinfer", {}, REJECTING, ("--speculative-use-rejection-sampling", BLOCK)),
+    "tree": Backend("flashinfer", {}, ("STANDALONE", *REJECTING), width=TREE_WIDTH),
     "greedy": Backend(OURS, {SPECULATION_VARIABLE: "1", DRAFTS_VARIABLE: "greedy"}),
-    "coupled": Backend(OURS, {SPECULATION_VARIABLE: "1", DRAFTS_VARIABLE: "coupled"}),
+    "coupled": Backend(OURS, {SPECULATION_VARIABLE: "1", DRAFTS_VARIABLE: "coupled"}, COUPLED),
 }
 
 
@@ -255,9 +272,10 @@ class Run:
         if algorithm == "STANDALONE":
             self.about["error"] = error
         self.size, self.error = markov.SIZES[size], error
-        self.backends = [name for name in options.backends if name != "coupled" or algorithm in COUPLED]
+        self.backends = [name for name in options.backends if algorithm in BACKENDS[name].algorithms]
         if "tokens" in options.only:
-            self.backends = [NO_DRAFTS, *(name for name in self.backends if name != STOCK or "speed" in options.only)]
+            served = (name for name in self.backends if BACKENDS[name].name == OURS or "speed" in options.only)
+            self.backends = [NO_DRAFTS, *served]
 
     def rows(self) -> Iterator[list[dict[str, Any]]]:
         """The rows of one cell after the other, with their "section"."""
@@ -335,7 +353,8 @@ class Run:
             arguments += ["--speculative-algorithm", self.algorithm]
             arguments += ["--speculative-num-draft-tokens", str(self.nodes)]
         if BACKENDS[name].speculates and self.algorithm != "NGRAM":
-            arguments += ["--speculative-eagle-topk", "1", "--speculative-num-steps", str(self.nodes - 1)]
+            arguments += ["--speculative-eagle-topk", str(BACKENDS[name].width), *BACKENDS[name].options]
+            arguments += ["--speculative-num-steps", str(BACKENDS[name].steps(self.nodes))]
             if self.algorithm != "NEXTN":
                 arguments += ["--speculative-draft-model-path", str(self._draft_folder)]
         backend, on_gpu = BACKENDS[name], torch.cuda.is_available()
@@ -396,7 +415,8 @@ class Run:
                 trace = (
                     self.options.logs / f"{about['model']}-{self.algorithm}-{self.nodes}-{name}-{batch}-{temperature}"
                 )
-                chain = max(1, self.nodes - 2)  # the first draft is of the pass over the verified tokens
+                # The first draft is of the pass over the verified tokens.
+                chain = max(1, BACKENDS[name].steps(self.nodes) - 1)
                 record(server, trace, PROFILED_STEPS, lambda s=server: ask(s, prompts, temperature, long_tokens), True)
                 events = events_of(trace)
                 row |= parts(events, chain) | {"logits_operations": logits_operations(events, vocab)}
@@ -413,7 +433,7 @@ class Run:
     ) -> list[dict[str, Any]]:
         """A row for each server with drafts of ours; and for the one without, of the first tokens."""
         about = self.about | {"section": "tokens", "batch": self._largest, "temperature": temperature}
-        names = [name for name in servers if name != STOCK]
+        names = [name for name in servers if BACKENDS[name].name == OURS]
         rows = {name: about | {"backend": name, **dict.fromkeys(COUNTS, 0), "differences": []} for name in names}
         first_seed = 0
         while first_seed * self.options.tokens < self.options.compared:
@@ -477,7 +497,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.7, 1.0])
     drafting = [name for name in BACKENDS if name != NO_DRAFTS]
-    parser.add_argument("--backends", nargs="+", choices=drafting, default=drafting)
+    usual = [name for name in drafting if name != "block"]
+    parser.add_argument("--backends", nargs="+", choices=drafting, default=usual)
     parser.add_argument("--compared", type=int, default=50_000, help="tokens of each server and temperature, of tokens")
     parser.add_argument("--profiled", type=int, nargs="*", default=[1, 32], metavar="BATCH", help="batches with traces")
     parser.add_argument("--pairs", type=int, default=5, help="samples of each server per cell")

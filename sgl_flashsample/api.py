@@ -117,7 +117,8 @@ def sample_from_logits(
         vocab_size: columns from here on are padding, never read or drawn (default V).
         vocab_start: absolute id of column 0, a multiple of 16, where the columns are one of ``shards`` shards of
             the vocabulary.
-        logit_scale, softcap: ``softcap * tanh(logit_scale * logits / softcap)`` first, as far as set.
+        logit_scale: the logits are multiplied by it first, where it is set.
+        softcap: then they become ``softcap * tanh(logits / softcap)``, where it is set.
         return_logprob: also compute the token's log-probability.
         workspace: scratch to reuse, ``Workspace(512 * B, device)`` for any batch of up to B rows; allocated when None.
 
@@ -229,7 +230,8 @@ def verify(
         params: one value per row; position is that of the token which the root draws, and a node d levels below draws
             that of d positions later. A mask of ``edits`` has a row per row, or one per node (``B * D``).
         tree: a chain when None.
-        return_logprob, path: as in ``sample``, for batches of ``B * D`` rows.
+        return_logprob: as in ``sample``.
+        path: as in ``sample``, for batches of ``B * D`` rows.
 
     Raises:
         ValueError: as ``sample``, and for drafts or a tree of another shape.

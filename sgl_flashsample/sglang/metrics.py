@@ -7,11 +7,12 @@ touches is likely a cache miss, because the host runs much other code between tw
 
 from __future__ import annotations
 
+import bisect
 import logging
 import time
 from collections import Counter
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -23,16 +24,20 @@ from .step_graphs import StepCounts
 logger = logging.getLogger("sgl_flashsample")
 
 FLUSH_SECONDS = 1.0  # between two updates of Prometheus
+# Upper ends of the buckets of the sampler's host time, in seconds: a replayed step takes tens of microseconds.
+HOST_BUCKETS = tuple(
+    us / 1e6 for us in (10, 15, 20, 30, 40, 50, 75, 100, 150, 200, 300, 500, 1_000, 2_000, 5_000, 10_000, 100_000)
+)
 _FUSED = ("fused", "")
 READ_SECONDS = 1.0  # between two copies of a counter from the device: each costs the host some microseconds
 
 
 class Metrics:
     """add_batch counts one batch; all but the counting runs at intervals. A log line at most once per
-    ``FLASHSAMPLE_LOG_SECONDS``; Prometheus metrics where the server has metrics on. reports: False on a rank whose
-    batches another one reports: it has neither."""
+    ``FLASHSAMPLE_LOG_SECONDS``; Prometheus metrics, with these labels, where the server has metrics on. reports: False
+    on a rank whose batches another one reports: it has neither."""
 
-    def __init__(self, prometheus: bool, reports: bool = True) -> None:
+    def __init__(self, prometheus: bool, reports: bool = True, labels: Mapping[str, str] | None = None) -> None:
         self.log_seconds, self._reports = seconds(LOG_SECONDS_VARIABLE), reports
         self.read_seconds = min(self.log_seconds, READ_SECONDS)
         self._batches: Counter[tuple[str, str]] = Counter()  # totals since the start
@@ -45,12 +50,13 @@ class Metrics:
         self._host_batches, self._host_seconds = 0, 0.0
         self._new: dict[tuple[str, str], list[int]] = {}  # batches and rows that are not in the totals yet
         self._fused_batches = self._fused_rows = 0  # those of ``add_fused``, likewise
-        self._new_batches, self._new_seconds = 0, 0.0  # of fused rows alone, likewise
+        # Of batches of fused rows alone, likewise: how many took a host time of each bucket, the last one for more.
+        self._new_batches, self._new_seconds = [0] * (len(HOST_BUCKETS) + 1), 0.0
         self._new_truncated = 0
         self._unlogged = False  # whether the totals have grown since the last log line
         self._last_log = time.perf_counter()
         self.next_flush = self._last_log + min(FLUSH_SECONDS, self.log_seconds)
-        self._prometheus = _prometheus_metrics() if prometheus and reports else None
+        self._prometheus = _prometheus_metrics(labels or {}) if prometheus and reports else None
 
     def add_batch(self, routing: Routing, num_truncated: int, started: float | None) -> bool:
         """Count one batch. started: ``time.perf_counter()`` at its beginning, for batches of fused rows alone; the time
@@ -65,8 +71,7 @@ class Metrics:
                 new[1] += rows
         self._new_truncated += num_truncated
         if started is not None:
-            self._new_batches += 1
-            self._new_seconds += now - started - of_sglang
+            self._add_host_time(now - started - of_sglang)
         return now >= self.next_flush
 
     def add_fused(self, rows: int, num_truncated: int, started: float) -> bool:
@@ -75,8 +80,12 @@ class Metrics:
         self._fused_rows += rows
         self._new_truncated += num_truncated
         now = time.perf_counter()
-        self._new_seconds += now - started
+        self._add_host_time(now - started)
         return now >= self.next_flush
+
+    def _add_host_time(self, seconds: float) -> None:
+        self._new_batches[bisect.bisect_left(HOST_BUCKETS, seconds)] += 1
+        self._new_seconds += seconds
 
     def flush(self) -> None:
         """Bring everything that was counted into the totals, to Prometheus and, at its interval, into the log."""
@@ -84,27 +93,29 @@ class Metrics:
         if self._fused_batches:
             batches, rows = self._new.get(_FUSED, (0, 0))
             self._new[_FUSED] = [batches + self._fused_batches, rows + self._fused_rows]
-            self._new_batches += self._fused_batches
             self._fused_batches = self._fused_rows = 0
         self._unlogged = self._unlogged or bool(self._new)
         for (path, reason), (batches, rows) in self._new.items():
             self._batches[path, reason] += batches
             self._rows[path, reason] += rows
             if exported is not None:
-                exported.batches.labels(path, reason).inc(batches)
-                exported.rows.labels(path, reason).inc(rows)
+                labels = {**exported.labels, "path": path, "reason": reason}
+                exported.batches.labels(**labels).inc(batches)
+                exported.rows.labels(**labels).inc(rows)
         self._truncated += self._new_truncated
-        self._host_batches += self._new_batches
+        self._host_batches += sum(self._new_batches)
         self._host_seconds += self._new_seconds
         if exported is not None:
             if self._new_truncated:
                 exported.truncated.inc(self._new_truncated)
             # `observe` takes one batch: its calls for some hundred batches would hold up a step.
-            exported.host_seconds._count.inc(self._new_batches)
+            for bucket, batches in zip(exported.host_seconds._buckets, self._new_batches, strict=True):
+                if batches:
+                    bucket.inc(batches)
             exported.host_seconds._sum.inc(self._new_seconds)
             exported.scheduling_seconds.inc(self.scheduling_seconds)
         self._new, self._new_truncated, self.scheduling_seconds = {}, 0, 0.0
-        self._new_batches, self._new_seconds = 0, 0.0
+        self._new_batches, self._new_seconds = [0] * len(self._new_batches), 0.0
         now = time.perf_counter()
         self.next_flush = now + min(FLUSH_SECONDS, self.log_seconds)
         if self._reports and self._unlogged and now - self._last_log >= self.log_seconds:
@@ -222,6 +233,9 @@ _SCREEN_METRICS = {
 
 
 class _Prometheus(NamedTuple):
+    """labels: those of every metric; ``batches`` and ``rows`` have ``path`` and ``reason`` as well."""
+
+    labels: Mapping[str, str]
     batches: Any
     rows: Any
     truncated: Any
@@ -238,50 +252,56 @@ class _Prometheus(NamedTuple):
     active: Any
 
 
-def _prometheus_metrics() -> _Prometheus | None:
-    """Metrics in the registry that SGLang's /metrics collects; None without prometheus_client."""
+def _prometheus_metrics(labels: Mapping[str, str]) -> _Prometheus | None:
+    """Metrics in the registry that SGLang's /metrics collects; None without prometheus_client. labels: of SGLang's
+    metrics; one that has the name of a label of ours is left out."""
     try:
         from prometheus_client import Counter as PrometheusCounter
-        from prometheus_client import Gauge, Summary
+        from prometheus_client import Gauge, Histogram
     except ImportError:
         logger.warning("flashsample: metrics are on but prometheus_client is not installed: no flashsample metrics")
         return None
-    labels = ["path", "reason"]
+    ours = ["path", "reason"]
+    labels = {name: value for name, value in labels.items() if name not in ours}
+
+    def labelled(metric: Any) -> Any:
+        return metric.labels(**labels) if labels else metric
+
+    def counter(name: str, text: str) -> Any:
+        return labelled(PrometheusCounter(f"sglang:flashsample_{name}", text, [*labels]))
+
+    def gauge(name: str, text: str, mode: Literal["livemin", "livesum"]) -> Any:
+        return labelled(Gauge(f"sglang:flashsample_{name}", text, [*labels], multiprocess_mode=mode))
+
     return _Prometheus(
-        batches=PrometheusCounter("sglang:flashsample_batches", "Batches sampled, per path and reason", labels),
-        rows=PrometheusCounter("sglang:flashsample_rows", "Rows sampled, per path and reason", labels),
-        truncated=PrometheusCounter("sglang:flashsample_truncated_rows", "Fused rows with top-k, top-p or min-p"),
-        searched=PrometheusCounter(
-            "sglang:flashsample_searched_rows", "Fused truncated rows that took a search over their logits"
+        labels=labels,
+        batches=PrometheusCounter(
+            "sglang:flashsample_batches", "Batches sampled, per path and reason", [*labels, *ours]
         ),
-        replayed=PrometheusCounter("sglang:flashsample_replayed_steps", "Fused steps that were replays of CUDA graphs"),
-        launched=PrometheusCounter("sglang:flashsample_launched_steps", "Fused steps that were launched, but prefills"),
-        prefills=PrometheusCounter("sglang:flashsample_prefill_steps", "Fused steps of prefills"),
-        late_captures=PrometheusCounter(
-            "sglang:flashsample_late_captures", "CUDA graphs that were captured while a step waited for them"
-        ),
-        late_compiles=PrometheusCounter(
-            "sglang:flashsample_late_compiles", "Kernels that were compiled or loaded while a step waited for them"
-        ),
-        screened=[
-            PrometheusCounter(f"sglang:flashsample_screen_{counter.name.lower()}", _SCREEN_METRICS[counter])
-            for counter in ScreenCounter
-        ],
-        screen_paused=Gauge(
-            "sglang:flashsample_screen_paused",
+        rows=PrometheusCounter("sglang:flashsample_rows", "Rows sampled, per path and reason", [*labels, *ours]),
+        truncated=counter("truncated_rows", "Fused rows with top-k, top-p or min-p"),
+        searched=counter("searched_rows", "Fused truncated rows that took a search over their logits"),
+        replayed=counter("replayed_steps", "Fused steps that were replays of CUDA graphs"),
+        launched=counter("launched_steps", "Fused steps that were launched, but prefills"),
+        prefills=counter("prefill_steps", "Fused steps of prefills"),
+        late_captures=counter("late_captures", "CUDA graphs that were captured while a step waited for them"),
+        late_compiles=counter("late_compiles", "Kernels that were compiled or loaded while a step waited for them"),
+        screened=[counter(f"screen_{one.name.lower()}", _SCREEN_METRICS[one]) for one in ScreenCounter],
+        screen_paused=gauge(
+            "screen_paused",
             "Screens that serve nothing for a while, because they have read too much of the head",
-            multiprocess_mode="livesum",
+            "livesum",
         ),
-        host_seconds=Summary(
-            "sglang:flashsample_host_seconds", "Host time in the sampler, per batch of fused rows alone"
+        host_seconds=labelled(
+            Histogram(
+                "sglang:flashsample_host_seconds",
+                "Host time in the sampler, per batch of fused rows alone",
+                [*labels],
+                buckets=HOST_BUCKETS,
+            )
         ),
-        scheduling_seconds=PrometheusCounter(
-            "sglang:flashsample_scheduling_seconds",
-            "Host time outside of the sampler: batches that change, hooks and counters",
+        scheduling_seconds=counter(
+            "scheduling_seconds", "Host time outside of the sampler: batches that change, hooks and counters"
         ),
-        active=Gauge(
-            "sglang:flashsample_active",
-            "1 where the fused pass serves, 0 where SGLang's sampler serves everything",
-            multiprocess_mode="livemin",
-        ),
+        active=gauge("active", "1 where the fused pass serves, 0 where SGLang's sampler serves everything", "livemin"),
     )

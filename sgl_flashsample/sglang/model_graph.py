@@ -2,7 +2,7 @@
 
 SGLang captures a decode step as one chain of kernels, most of them with programmatic dependent launch: such a kernel
 may begin before the one ahead of it has ended. In a graph of one chain, CUDA leaves gaps all the same. In a graph that
-has a second root, the same kernels overlap (times: ``benchmarks/RESULTS.md``, "The model's graph"). SGLang's own
+has a second root, the same kernels overlap (times: ``docs/results/table.html``, part "graphs"). SGLang's own
 gather of logits, which ours replaces, adds such a root with several ranks; with one rank its graphs have none, and get
 one only on request: kernels that have never run side by side may then do.
 

@@ -70,8 +70,8 @@ class Row(NamedTuple):
 
 
 class Reason(enum.StrEnum):
-    """Why a row takes SGLang's sampler: the label ``reason`` of the metrics. README.md of this folder says what each
-    means."""
+    """Why a row takes SGLang's sampler: the label ``reason`` of the metrics. ``docs/operate/status.md`` says what
+    each means."""
 
     # Reasons of a request.
     CUSTOM_LOGIT_PROCESSOR = "custom_logit_processor"

@@ -122,7 +122,7 @@ class Runtime:
         self._refused: list[str] = []  # why a head is left to SGLang
         self._ranks = RankSync()  # this process alone, until ``agree``
         self._statuses: list[dict[str, Any]] = []  # statuses of heads that other ranks have
-        self.metrics = Metrics(self.settings.metrics, self.settings.reports)
+        self.metrics = Metrics(self.settings.metrics, self.settings.reports, self.settings.metric_labels)
         self._update_gauge()
         self.token_counts = token_counts.TokenCounts.of_this_server()
 

@@ -35,7 +35,8 @@ class Settings:
     grammar masks are of bools. verifies: drafts of speculative decoding are verified. report_path: responses name the
     path of each token. replica: rank among replicas and under DP attention, which get different requests.
     last_stage: this process has the model's LM head; the other stages of a pipeline have none. metrics: ``/metrics`` is
-    on. reports: this rank reports to ``/metrics`` and to the log.
+    on. metric_labels: the labels that SGLang gives the metrics of this process. reports: this rank reports to
+    ``/metrics`` and to the log.
     """
 
     unsupported: str | None = None
@@ -49,6 +50,7 @@ class Settings:
     is_pipeline: bool = False
     last_stage: bool = True
     metrics: bool = False
+    metric_labels: dict[str, str] = dataclasses.field(default_factory=dict)
     reports: bool = True
 
     @classmethod
@@ -75,6 +77,7 @@ class Settings:
         self.replica = replica or (0 if parallel.tp_size == 1 else parallel.attn_dp_rank)
         self.is_pipeline = parallel.pp_size > 1
         self.metrics = bool(observability.enable_metrics)
+        self.metric_labels = _metric_labels() if self.metrics else {}
         # Among ranks with the same batches the first reports, as for SGLang's own metrics.
         self.reports = parallel.tp_size == 1 or parallel.attn_tp_rank == 0
         self.reports = self.reports or bool(observability.enable_metrics_for_all_schedulers)
@@ -100,6 +103,33 @@ class Settings:
             "custom logit processors": self.custom_processors,
             "grammar masks of bools": self.bool_masks,
         }
+
+
+def _metric_labels() -> dict[str, str]:
+    """The labels of SGLang's own metrics of a scheduler, but ``priority``: a batch has rows of several. Empty, after a
+    warning, where they cannot be read."""
+    try:
+        from sglang.srt.disaggregation.utils import DisaggregationMode
+        from sglang.srt.runtime_context import get_disagg, get_observability, get_parallel, get_serving
+
+        parallel, disagg = get_parallel(), get_disagg()
+        switches_roles = getattr(disagg, "enable_pd_role_switch", False)  # not in every release
+        labels = {
+            "model_name": get_serving().served_model_name,
+            "engine_type": "dynamic"
+            if switches_roles
+            else DisaggregationMode.to_engine_type(disagg.disaggregation_mode),
+            "tp_rank": parallel.tp_rank,
+            "pp_rank": parallel.pp_rank,
+            "moe_ep_rank": 0 if parallel.tp_size == 1 else parallel.moe_ep_rank,
+        }
+        dp_rank = getattr(parallel, "dp_rank", None)  # SGLang 0.5.17 says it when the labels are made already
+        labels |= {} if dp_rank is None else {"dp_rank": dp_rank}
+        labels |= getattr(get_observability(), "extra_metric_labels", None) or {}
+        return {name: str(value) for name, value in labels.items()}
+    except Exception as error:
+        logger.warning("flashsample: metrics have no labels of SGLang: %s: %s", type(error).__name__, error)
+        return {}
 
 
 def unsupported_screens(mode: ScreenMode) -> str | None:

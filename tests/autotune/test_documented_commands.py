@@ -1,4 +1,4 @@
-"""Every command line that README.md and autotune/README.md show is run, with a small stand-in for what it names."""
+"""Every command line that README.md and the pages of docs/ show is run, with a small stand-in for what it names."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lab.simulated import measuring_on
 from sgl_flashsample import cli
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = ("README.md", "autotune/README.md")
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 SHOWN = re.compile(r"^(?:\$ )?((?:[A-Z_]+=\S+ )?(?:sgl-flashsample|sglang|pip) [^#\n]*?)\s*(?:#.*)?$", re.M)
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
 INLINE = re.compile(r"`(sgl-flashsample [^`]*)`")
@@ -28,6 +28,9 @@ RUN_ELSEWHERE = {
     ),
     "sgl-flashsample bench --model-path MODEL": "tests/tools/test_bench.py::test_two_real_servers_are_compared",
     "sgl-flashsample doctor": "tests/tools/test_doctor.py",
+    "sgl-flashsample serve --require --model-path MODEL --enable-metrics": (
+        "tests/tools/test_command_line.py::test_a_server_can_be_required_to_fuse"
+    ),
     "sgl-flashsample tune COMMAND --help": "tests/autotune/test_tune_commands.py",
 }
 
@@ -35,7 +38,7 @@ RUN_ELSEWHERE = {
 def shown_commands() -> list[str]:
     commands = []
     for page in PAGES:
-        text = (ROOT / page).read_text()
+        text = page.read_text()
         for language, block in BLOCK.findall(text):
             commands += SHOWN.findall(block) if language in ("", "bash") else []
         commands += INLINE.findall(BLOCK.sub("", text))

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,8 +10,6 @@ import torch
 from sgl_flashsample import BatchParams, DraftTree, LMHead, LogitEdits, SampleOutput, Truncation, sample, verify
 from sgl_flashsample.kernels.reference import lm_head_sample_ref
 
-PAGE = Path(__file__).resolve().parents[2] / "sgl_flashsample" / "README.md"
-EXAMPLES = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S)
 VOCAB, HIDDEN = 200, 64
 TREE = [-1, 0, 0, 1, 1, 2, 3, 6]  # siblings, and a path of five nodes
 NUM_ROWS = 5
@@ -179,24 +175,6 @@ def test_a_batch_without_rows_gains_nothing(model, device):
     params = BatchParams(*(torch.empty(0, dtype=dtype, device=device) for dtype in (torch.float32, *[torch.int64] * 2)))
     out = verify(model.hidden_after(empty), model.head, empty, params, return_logprob=True)
     assert out.token_ids.shape == out.nodes.shape == out.logprobs.shape == (0, 4) and out.num_tokens.shape == (0,)
-
-
-def test_the_loop_of_the_page_gives_the_same_tokens_with_good_drafts_with_bad_ones_and_with_none(model):
-    names: dict = {}
-    exec(next(example for example in EXAMPLES if "verify" in example), names)
-    calls = []
-
-    def generate(draft):
-        calls.clear()
-        hidden_of = lambda ids: (calls.append(1), model.hidden_after(ids))[1]  # noqa: E731
-        return names["generate_with_drafts"](hidden_of, model.head, 3, 30, draft), len(calls)
-
-    alone, steps = generate(lambda token: [])
-    assert len(alone) == steps == 30
-    following = dict(zip([3, *alone], alone, strict=False))
-    good, few_steps = generate(lambda token: [following.get(token, 0), following.get(following.get(token), 0)])
-    bad, _ = generate(lambda token: [token, 5, 6, 7])
-    assert good == bad == alone and few_steps < 20
 
 
 @pytest.mark.parametrize(

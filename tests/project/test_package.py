@@ -15,6 +15,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import test_deploy
 from lab import bootstrap
 
 from sgl_flashsample import __version__
@@ -37,39 +38,71 @@ def run(*command: object, cwd: Path | None = None, **environment: str) -> str:
     return done.stdout
 
 
+def checkout() -> list[str]:
+    """The files of the checkout and its links, but those that Git ignores."""
+    names = run("git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", cwd=ROOT).split("\0")
+    return [name for name in names if name and ((ROOT / name).is_file() or (ROOT / name).is_symlink())]
+
+
 @pytest.fixture(scope="module")
 def source(tmp_path_factory) -> Path:
     """A copy of the checkout, so that no build folder appears in it."""
     folder = tmp_path_factory.mktemp("source")
-    for name in run("git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", cwd=ROOT).split("\0"):
-        if name and ((ROOT / name).is_file() or (ROOT / name).is_symlink()):
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(ROOT / name, folder / name, follow_symlinks=False)
+    for name in checkout():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, folder / name, follow_symlinks=False)
     return folder
 
 
 @pytest.fixture(scope="module")
-def wheel(source, tmp_path_factory) -> Path:
-    """Built from the sdist, not from the checkout: nothing that it needs is missing there."""
+def dist(source, tmp_path_factory) -> Path:
+    """A folder with the sdist and the wheel that is built from it: nothing that a wheel needs is missing there."""
     folder = tmp_path_factory.mktemp("dist")
     run(sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, source)
-    with tarfile.open(next(folder.glob("*.tar.gz"))) as archive:
-        names = {name.partition("/")[2] for name in archive.getnames()}
-    assert {"README.md", "LICENSE", "pyproject.toml"} <= names
-    assert not any(name.startswith((f"{LINKS[0]}/", f"{LINKS[1]}/")) for name in names), "the code is there twice"
-    return next(folder.glob("*.whl"))
+    return folder
 
 
-def test_the_wheel_holds_every_module_and_table_once_and_nothing_else(wheel):
+@pytest.fixture(scope="module")
+def wheel(dist) -> Path:
+    return next(dist.glob("*.whl"))
+
+
+def test_the_sdist_is_the_checkout_without_its_links_and_without_ci(dist):
+    with tarfile.open(next(dist.glob("*.tar.gz"))) as archive:
+        names = {one.name.partition("/")[2] for one in archive.getmembers() if one.isfile()}
+    made = ("PKG-INFO", "setup.cfg", "sgl_flashsample.egg-info/")
+    left_out = (".ci/", ".github/", *LINKS)
+    expected = {name for name in checkout() if not name.startswith(left_out)}
+    assert {name for name in names if not name.startswith(made)} == expected
+
+
+def test_an_index_would_take_the_sdist_and_the_wheel(dist):
+    run(sys.executable, "-m", "twine", "check", "--strict", *dist.iterdir())
+
+
+def test_the_wheel_holds_every_module_table_and_dashboard_once_and_nothing_else(wheel):
     """So ``test_layers.py``, which reads the modules of the three folders, reads all that is installed."""
     with zipfile.ZipFile(wheel) as archive:
         names = [name for name in archive.namelist() if ".dist-info/" not in name]
-    expected = [f"sgl_flashsample/tables/{path.name}" for path in (ROOT / "sgl_flashsample" / "tables").glob("*.json")]
-    assert expected
+    tables = (ROOT / "sgl_flashsample" / "tables").glob("*.json")
+    expected = [f"sgl_flashsample/{name}" for name in ("py.typed", *(f"tables/{path.name}" for path in tables))]
+    expected += [f"sgl_flashsample/sglang/monitoring/{name}" for name in ("alerts.yml", "grafana.json")]
     for folder, package in (("sgl_flashsample", ""), ("kernels", "kernels/"), ("autotune", "autotune/")):
         for path in (ROOT / folder).rglob("*.py"):
             expected.append(f"sgl_flashsample/{package}{path.relative_to(ROOT / folder).as_posix()}")
-    assert sorted(names) == sorted([*expected, "sgl_flashsample/py.typed"])
+    assert sorted(names) == sorted(expected)
+
+
+def test_what_the_image_copies_makes_the_same_wheel(source, wheel, tmp_path):
+    (tmp_path / "src").mkdir()
+    for name in test_deploy.copied():
+        if (source / name).is_dir():
+            shutil.copytree(source / name, tmp_path / "src" / name, symlinks=True)
+        else:
+            shutil.copy(source / name, tmp_path / "src")
+    run(sys.executable, "-m", "build", "--no-isolation", "--wheel", "--outdir", tmp_path / "dist", tmp_path / "src")
+    (built,) = (tmp_path / "dist").iterdir()
+    assert zipfile.ZipFile(built).namelist() == zipfile.ZipFile(wheel).namelist()
 
 
 def test_a_checkout_that_is_not_installed_is_whole_from_any_folder(source, tmp_path):
@@ -126,22 +159,33 @@ def test_metadata_name_license_entry_points_and_light_bounded_dependencies(wheel
     assert all(re.search("<[0-9.]+", line) for line in needed.values()), "untested minors are not installed"
     for extra in ("sglang", "flashinfer", "tune", "test"):
         assert f"Provides-Extra: {extra}" in text
+    assert "Author: The sgl-flashsample maintainers" in text and "Project-URL: Paper, https://arxiv.org/" in text
     assert "flashsample = sgl_flashsample.sglang.plugin:register" in points
     assert "sgl-flashsample = sgl_flashsample.cli:main" in points
 
 
-@pytest.mark.parametrize("editable", [False, True])
-def test_an_installation_puts_only_sgl_flashsample_into_site_packages(source, wheel, tmp_path, editable):
+def repository(source: Path, folder: Path) -> Path:
+    """A Git repository with these files as its only commit."""
+    shutil.copytree(source, folder, symlinks=True, ignore=shutil.ignore_patterns("benchmarks", "tests"))
+    git = ["git", "-C", folder, "-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false"]
+    for command in (["init", "-q"], ["add", "-A"], ["commit", "-q", "-m", "a"]):
+        run(*git, *command)
+    return folder
+
+
+@pytest.mark.parametrize("way", ["wheel", "editable", "git"])
+def test_an_installation_puts_only_sgl_flashsample_into_site_packages(source, wheel, tmp_path, way):
     environment = tmp_path / "venv"
     venv.create(environment, with_pip=False)
     python = environment / "bin" / "python"
     install = [sys.executable, "-m", "pip", "--python", python, "install", "-q", "--no-deps", "--no-index"]
-    if editable:
+    if way == "wheel":
+        run(*install, wheel)
+    else:
         # No isolation: the build backend comes from the environment that runs the tests.
         backend = str(importlib.metadata.distribution("setuptools").locate_file(""))
-        run(*install, "--no-build-isolation", "--ignore-installed", "-e", source, PYTHONPATH=backend)
-    else:
-        run(*install, wheel)
+        what = ["-e", source] if way == "editable" else [f"git+file://{repository(source, tmp_path / 'git')}"]
+        run(*install, "--no-build-isolation", "--ignore-installed", *what, PYTHONPATH=backend)
     site = next((environment / "lib").glob("python*/site-packages"))
     assert all("sgl_flashsample" in path.name for path in site.iterdir() if path.name != "__pycache__")
     code = "import sgl_flashsample as s, importlib.util as u; print(s.__version__, u.find_spec('kernels'))"

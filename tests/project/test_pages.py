@@ -1,68 +1,113 @@
-"""Commands, links and variables on the pages exist. (Their numbers: ``test_benchmarks.py`` and
-``test_proof.py``.)"""
+"""Pages name what exists: commands, links, files, variables, reasons, metrics; their examples print what they show, and
+the numbers of README.md are those of the result files. (Tables of results: ``test_benchmarks.py``, ``test_proof.py``.
+Commands: ``test_documented_commands.py``.)"""
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import io
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+from lab import bootstrap
 
-from sgl_flashsample import switches
-from sgl_flashsample.kernels.workspace import ScreenCounter
+import sgl_flashsample
+from sgl_flashsample import defaults, switches
+from sgl_flashsample.autotune import decide, plan, verify
+from sgl_flashsample.sglang import metrics, step_graphs, versions
 from sgl_flashsample.sglang.row_table import Reason
+from sgl_flashsample.sglang.screen_lifecycle import MEMORY_SHARES, ScreenMode
 
 ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
+RESULTS = ROOT / "benchmarks" / "results"
 FOLDERS = ("kernels", "autotune", "benchmarks", "sgl_flashsample", "sgl_flashsample/sglang")
-PAGES = [
+WRITTEN = [  # by hand, apart from what stands between markers
     "README.md",
     "CONTRIBUTING.md",
-    "benchmarks/RESULTS.md",
-    *(f"{folder}/README.md" for folder in (*FOLDERS, "tests/proof")),
+    *(f"{folder}/README.md" for folder in FOLDERS if folder != "benchmarks"),
+    *(str(page.relative_to(ROOT)) for page in sorted(DOCS.rglob("*.md")) if page.parent.name != "results"),
+]
+PAGES = [
+    *WRITTEN,
+    "tests/proof/README.md",
+    *(str(page.relative_to(ROOT)) for page in sorted((ROOT / "benchmarks").glob("*.md"))),
+    *(str(page.relative_to(ROOT)) for page in sorted((DOCS / "results").rglob("*.md"))),
 ]
 OPERATIONS = ROOT / "sgl_flashsample" / "sglang"
 COMMAND = re.compile(r"(?:^|`)make ([a-z-]+)", re.M)
+CODE_BLOCK = re.compile(r"^```.*?^```$", re.M | re.S)
+GENERATED = re.compile(r"<!-- results:[a-z-]+ -->.*?<!-- end -->", re.S)
 
 
-def test_the_commands_of_the_readme_are_targets_and_ci_runs_them():
-    makefile, ci = (ROOT / "Makefile").read_text(), (ROOT / ".ci" / "run").read_text()
-    named = set(COMMAND.findall((ROOT / "README.md").read_text()))
+def text_of(page: str) -> str:
+    return (ROOT / page).read_text()
+
+
+def test_the_commands_of_the_pages_are_targets_and_ci_runs_those_of_the_readme():
+    makefile, ci = text_of("Makefile"), text_of(".ci/run")
+    named = set(COMMAND.findall(text_of("README.md")))
     assert named == {"demo", "test"}
     for target in named:
-        assert f"\n{target}:" in makefile and f"make {target}\n" in ci
-    for target in COMMAND.findall((ROOT / "CONTRIBUTING.md").read_text()):
-        assert f"\n{target}:" in makefile
+        assert f"make {target}\n" in ci
+    for page in WRITTEN:
+        for target in COMMAND.findall(text_of(page)):
+            assert f"\n{target}:" in makefile, page
 
 
-def test_the_readme_or_the_page_of_operations_names_every_environment_variable_that_the_code_reads():
-    pages = ((ROOT / "README.md").read_text(), (OPERATIONS / "README.md").read_text())
-    named = {name for page in pages for name in re.findall(r"\bFLASHSAMPLE_[A-Z_]+\b", page)}
-    assert named == switches.VARIABLES.keys() - {switches.REQUESTED_VARIABLE}, "which the plugin sets for its processes"
+def test_the_page_of_variables_explains_every_environment_variable_that_the_code_reads():
+    table = text_of("docs/operate/variables.md").split("| environment variable |")[1].split("\n\n")[0]
+    explained = {name for line in table.splitlines() for name in re.findall(r"`(FLASHSAMPLE_\w+)`", line.split("|")[1])}
+    assert explained == switches.VARIABLES.keys() - {switches.REQUESTED_VARIABLE}, "which the plugin sets itself"
+    named = {name for page in PAGES for name in re.findall(r"\bFLASHSAMPLE_[A-Z_]+\b", text_of(page))}
+    assert named <= explained
 
 
 def test_every_reason_against_the_fused_pass_is_explained():
-    table = (OPERATIONS / "README.md").read_text().split("| reason |")[1].split("\n\n")[0]
-    named = [word for line in table.splitlines() for word in re.findall(r"`(\w+)`", line.split("|")[1])]
+    table = text_of("docs/operate/status.md").split("| reason | the row")[1].split("\n\n")[0]
+    named = [word for line in table.splitlines()[2:] for word in re.findall(r"`(\w+)`", line.split("|")[1])]
     assert sorted(named) == sorted(Reason)
 
 
-def test_every_metric_is_explained_and_the_dashboard_and_the_alerts_ask_for_no_other():
-    exported = re.findall(r'(\w+)\(\s*"(sglang:flashsample_\w+)"', (OPERATIONS / "metrics.py").read_text())
-    names = {f"sglang:flashsample_screen_{counter.name.lower()}_total" for counter in ScreenCounter}
-    names |= {f"{name}_total" if kind == "PrometheusCounter" else name for kind, name in exported}
-    table = (OPERATIONS / "README.md").read_text().split("| metric |")[1].split("\n\n")[0]
-    assert set(re.findall(r"`(sglang:\w+)`", table)) == names
+def test_every_metric_is_explained_and_the_dashboard_and_the_alerts_ask_for_no_other(monkeypatch):
+    client = pytest.importorskip("prometheus_client")
+    registry = client.CollectorRegistry()
+    for kind in ("Counter", "Gauge", "Histogram"):
+        monkeypatch.setattr(client, kind, functools.partial(getattr(client, kind), registry=registry))
+    metrics.Metrics(prometheus=True)
+    names = {f"{one.name}_total" if one.type == "counter" else one.name for one in registry.collect()}
+    page = text_of("docs/operate/metrics.md")
+    assert set(re.findall(r"`(sglang:\w+)`", page.split("| metric |")[1].split("\n\n")[0])) == names
     for file in ("alerts.yml", "grafana.json"):
         asked = set(re.findall(r"sglang:flashsample_\w+", (OPERATIONS / "monitoring" / file).read_text()))
-        assert {re.sub(r"host_seconds_(sum|count)$", "host_seconds", name) for name in asked} <= names, file
-    assert len(json.loads((OPERATIONS / "monitoring" / "grafana.json").read_text())["panels"]) == 6
+        assert {name.removesuffix("_bucket") for name in asked} <= names, file
+
+
+def test_every_query_of_the_dashboard_is_of_the_chosen_models_and_servers():
+    dashboard = json.loads((OPERATIONS / "monitoring" / "grafana.json").read_text())
+    assert {one["name"] for one in dashboard["templating"]["list"]} == {"datasource", "model_name", "instance"}
+    queries = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    for query in queries:
+        chosen = query.count('model_name=~"$model_name",instance=~"$instance"}')
+        assert chosen == query.count("sglang:flashsample_") > 0, query
+
+
+def test_the_pages_name_the_panels_of_the_dashboard():
+    panels = json.loads((OPERATIONS / "monitoring" / "grafana.json").read_text())["panels"]
+    titles = [panel["title"] for panel in panels]
+    assert re.findall(r"\*([^*]+)\*", text_of("docs/operate/metrics.md")) == titles
+    assert set(re.findall(r"\*([A-Z][^*]+)\*", text_of("docs/operate/rollout.md").replace("**", ""))) <= set(titles)
 
 
 @pytest.mark.parametrize("page", PAGES)
 def test_what_a_page_links_to_is_there(page):
-    text = (ROOT / page).read_text()
-    links = [link for link in re.findall(r"\]\(([^)\s]+)", text) if not link.startswith("http")]
+    links = [link for link in re.findall(r"\]\(([^)\s]+)", text_of(page)) if not link.startswith("http")]
     for link in links:
         name, _, heading = link.partition("#")
         target = (ROOT / page).parent / name if name else ROOT / page
@@ -70,6 +115,14 @@ def test_what_a_page_links_to_is_there(page):
         titles = re.findall(r"^#+ (.*)$", target.read_text(), re.M) if heading else []
         anchors = {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
         assert not heading or heading in anchors, link
+
+
+@pytest.mark.parametrize("page", WRITTEN)
+def test_the_files_that_a_page_names_are_there(page):
+    """A page of docs/ cannot link to a file that is not a page: it names it."""
+    folders = "autotune|benchmarks|docs|kernels|sgl_flashsample|tests"
+    for name in re.findall(rf"`((?:{folders})/[\w./-]*)`", text_of(page)):
+        assert (ROOT / name).exists(), name
 
 
 def test_no_page_and_no_message_installs_a_package_that_is_on_no_index():
@@ -80,5 +133,202 @@ def test_no_page_and_no_message_installs_a_package_that_is_on_no_index():
     assert [path.name for path, text in texts.items() if published.search(text)] == []
 
 
-def test_the_readme_is_at_most_200_lines():
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 200
+def words(text: str) -> int:
+    """Words that somebody wrote and somebody reads: without code blocks, tables of results, targets of links and
+    directives."""
+    for left_out, by in ((GENERATED, ""), (CODE_BLOCK, ""), (re.compile(r"\]\([^)]*\)"), "]")):
+        text = left_out.sub(by, text)
+    lines = [line for line in text.splitlines() if not line.startswith((":::", "    "))]
+    return sum(any(map(str.isalnum, word)) for line in lines for word in line.split())
+
+
+def test_the_readme_has_at_most_130_lines_a_page_1500_words_and_all_pages_12000():
+    counts = {page: words(text_of(page)) for page in WRITTEN}
+    assert len(text_of("README.md").splitlines()) <= 130
+    assert max(counts.values()) <= 1_500 and sum(counts.values()) <= 12_000, sum(counts.values())
+
+
+@pytest.mark.slow
+def test_the_pages_build_without_a_warning_and_the_reference_has_every_public_name(tmp_path):
+    for package in ("mkdocs", "material", "mkdocstrings"):
+        pytest.importorskip(package, reason=f"{package} is not installed: pip install '.[docs]'")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", tmp_path / "site"]
+    environment = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    built = (tmp_path / "site" / "library" / "reference" / "index.html").read_text()
+    documented = set(re.findall(r'id="sgl_flashsample\.[\w.]*?(\w+)"', built))
+    assert set(sgl_flashsample.__all__) - documented == {"NOISE_ABI", "__version__"}, "which are no functions"
+
+    pictures = {picture.name for picture in RESULTS.glob("summary*")}
+    assert (
+        pictures and {picture.name for picture in (tmp_path / "site" / "benchmarks" / "results").iterdir()} == pictures
+    )
+    pages = {page.relative_to(tmp_path / "site"): page.read_text() for page in (tmp_path / "site").rglob("index.html")}
+    for page, text in pages.items():
+        for source in re.findall(r'(?:src|srcset)="(?!https?:|data:|/)([^"]+)"', text):
+            assert (tmp_path / "site" / page.parent / source).exists(), f"{page}: {source}"
+    leaving = re.compile(r'href="(?:\.\./)*(?:benchmarks|kernels|tests)/')
+    assert [str(page) for page, text in pages.items() if leaving.search(text)] == []
+    assert "<code>benchmarks/README.md</code>" in pages[Path("results/index.html")]
+
+
+def test_the_worked_example_of_a_draw_prints_what_the_page_shows():
+    blocks = dict(re.findall(r"^```(python|text)\n(.*?)^```$", text_of("docs/how/draw.md"), re.M | re.S))
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        exec(compile(blocks["python"], "docs/how/draw.md", "exec"), {})
+    assert printed.getvalue() == blocks["text"]
+
+
+# --- numbers ----------------------------------------------------------------------------------------------------------
+
+
+def rows(name: str) -> list[dict]:
+    return json.loads((RESULTS / f"{name}.json").read_text())["rows"]
+
+
+def said(*claims: str) -> None:
+    """README.md has these words, wherever its lines are broken."""
+    text = " ".join(text_of("README.md").split())
+    for claim in claims:
+        assert claim in text, claim
+
+
+def percent(ratio: float) -> str:
+    return f"{100 * (ratio - 1):.0f}"
+
+
+def test_the_readme_has_every_decided_cell_of_moving_traffic_and_says_how_many_are_not():
+    cells = [row for row in rows("h200-traffic") if row.get("ratio", {}).get("low") is not None]
+    decided = [row for row in cells if not row["ratio"]["low"] <= 1 <= row["ratio"]["high"]]
+    found = {}
+    for row in decided:
+        of, low, high = (percent(row["ratio"][name]) for name in ("of", "low", "high"))
+        found[row["model"], row["sampling"], row["clients"]] = of, f"{low} to {high}"
+    eight = [found.pop(("qwen3-8b", "trunc", clients)) for clients in (16, 64, 256)]
+    (gain, interval), (greedy_gain, greedy_interval) = (
+        found.pop(("qwen3-1.7b", *cell)) for cell in (("trunc", 16), ("greedy", 256))
+    )
+    assert not found and {of for of, _ in eight} == {eight[0][0]}
+    said(
+        f"{gain} % more tokens per second with 16 clients (Qwen3-1.7B's size, top-k and top-p; "
+        f"99 % interval {interval} %)",
+        f"greedy, 256 clients, {greedy_gain} % ({greedy_interval} %)",
+        f"with 16, 64 and 256 clients: {eight[0][0]} % each ({', '.join(words for _, words in eight)} %)",
+        f"in {len(cells) - len(decided)} other cases the interval has both signs",
+    )
+
+
+def test_the_readme_says_what_drafts_gain_how_far_models_are_apart_and_what_was_not_raced():
+    cells: dict[tuple, dict] = {}
+    for row in rows("h100-speculation"):
+        if row["section"] == "speed":
+            key = row["temperature"], row["algorithm"], row["model"], row["batch"]
+            cells.setdefault(key, {})[row["backend"]] = row
+    ratios = {
+        key: cell.get("coupled", cell["greedy"])["tokens_s"] / cell["stock"]["tokens_s"] for key, cell in cells.items()
+    }
+    worst = min(ratios, key=lambda key: ratios[key])
+    assert worst == (1.0, "NGRAM", "qwen3-1.7b", 1)
+    said(f"drafts of NGRAM, one request at temperature 1, {100 * (1 - ratios[worst]):.0f} % fewer")
+    cells = {key: cell for key, cell in cells.items() if key[1] == "STANDALONE"}
+
+    def gain(temperature: float) -> str:
+        found = [ratios[key] for key in cells if key[0] == temperature]
+        return f"{min(found):.1f} to {max(found):.1f}"
+
+    def apart(temperature: float) -> str:
+        found = [row["draft_tv"] for key, cell in cells.items() if key[0] == temperature for row in cell.values()]
+        return f"{min(found):.2f} to {max(found):.2f}"
+
+    said(
+        "synthetic models, target and draft so far apart in total variation",
+        f"{apart(1.0)} apart, temperature 1: {gain(1.0)}; {apart(0.7)} apart, temperature 0.7: {gain(0.7)}",
+        f"{apart(0.0)} apart, greedy: {gain(0.0)}",
+        "Stock's rejection sampling was not raced",
+    )
+
+
+def test_the_readme_says_where_the_backend_does_not_help():
+    load = {row["backend"]: row for row in rows("h100-load") if row["model"] == "qwen3-8b"}
+    ours, stock = load["flashsample"], load["stock"]
+    said(
+        f"{ours['tokens_per_s']:,.0f} tokens/s, stock {stock['tokens_per_s']:,.0f}",
+        f"P99 of an answer's time {ours['answer_s_p99']:.1f} s, stock's {stock['answer_s_p99']:.1f} s",
+    )
+
+    def greedy(file: str) -> dict[tuple, float]:
+        times: dict[tuple, dict] = {}
+        for row in rows(file):
+            if row["section"] == "stock" and row["sampling"] == "greedy" and "speculation" not in row:
+                times.setdefault((row["model"], row["batch"]), {})[row["backend"]] = row["tpot_us"]
+        return {key: time["flashsample"] / time["stock"] for key, time in times.items()}
+
+    two = {batch: ratio for (_, batch), ratio in greedy("h200x2-serve").items()}
+    said(f"were {percent(two[1])} and {percent(two[16])} % slower with batches of 1 and 16")
+    one = [*greedy("h100-serve").values(), *greedy("h200-serve").values()]
+    said(f"{100 * (1 - max(one)):.0f} to {100 * (1 - min(one)):.0f} % less time on one GPU")
+
+
+def test_what_the_readme_calls_checked_is_on_the_page_of_proofs():
+    proof = text_of("tests/proof/README.md")
+    table = text_of("README.md").split("| checked | failures |")[1].split("\n\n")[0]
+    failures = re.findall(r"\| (\d+ of [\d,]+) \|$", table, re.M)
+    assert len(failures) == 6 and [words for words in failures if words not in proof] == []
+    assert f"{proof.split(' were not run.')[0].split()[-1]} were not run" in text_of("README.md")
+
+
+def test_the_readme_says_how_much_less_time_servers_take():
+    """In batches that stay, on one GPU, of the least and of the most that a cell gains."""
+    times: dict[tuple, dict] = {}
+    for file in ("h100-serve", "h200-serve"):
+        for row in rows(file):
+            if row["section"] == "stock" and row["sampling"] in ("trunc", "greedy", "t1") and "speculation" not in row:
+                times.setdefault((file, row["model"], row["sampling"], row["batch"]), {})[row["backend"]] = row[
+                    "tpot_us"
+                ]
+    less = [1 - time["flashsample"] / time["stock"] for time in times.values()]
+    said(f"{100 * min(less):.0f} to {100 * max(less):.0f} % less time per token")
+
+
+def test_the_readme_says_how_much_memory_a_server_took_and_what_bounds_it():
+    (head,) = next(row for row in rows("h100-load") if row["model"] == "qwen3-8b" and "heads" in row)["heads"]
+    said(
+        f"{head['bytes'] / 1e9:.1f} GB for Qwen3-8B with 1,000 clients",
+        f"{head['screen']['bytes'] / 1e9:.1f} GB of it an INT8 copy",
+        f"at most {100 * MEMORY_SHARES[ScreenMode.AUTO]:.0f} % of the memory left by the weights",
+        f"up to {step_graphs.MAX_PREPARED_BYTES >> 20} MB of CUDA graphs",
+    )
+
+
+def test_the_pages_of_the_tuner_have_its_efforts_and_thresholds():
+    lines = [line.strip("| ").split(" | ") for line in text_of("docs/tune/five-minutes.md").splitlines()]
+    table = {line[0].strip("`"): line[1:4] for line in lines if line[0].strip("`") in plan.EFFORTS}
+    for name, effort in plan.EFFORTS.items():
+        budget = f"{effort.budget:.0f} s" if effort.budget < 3600 else f"{effort.budget / 3600:.0f} h"
+        cap = str(effort.cap) if effort.cap < 10**9 else "all"
+        assert table[name][:2] == [budget, cap] and f"up to {effort.policy.most} rounds" in table[name][2]
+    policy, text = plan.EFFORTS["full"].policy, " ".join(text_of("docs/tune/decisions.md").split())
+    assert f"beyond {100 * policy.tie:.0f} % (or {policy.tie_us:g} µs)" in text
+    assert f"only for a gain of more than {100 * policy.min_gain:.0f} %" in text
+    assert f"costs more than {100 * decide.TRANSFER_REGRET:.0f} %" in text
+    assert f"times within {100 * verify.WITHIN:.0f} %" in text_of("docs/tune/five-minutes.md")
+
+
+def test_the_support_matrix_is_that_of_the_result_files_and_of_the_tests():
+    matrix = text_of("README.md").split("## Support")[1].split("## Run it")[0]
+    lines = [line.strip("| ").split(" | ") for line in matrix.splitlines() if line.startswith("| ")]
+    measured, tested = ({name: line[place] for name, *line in lines if len(line) > 2} for place in (0, 1))
+    results = [json.loads(file.read_text()) for file in RESULTS.glob("h*.json")]
+    assert measured["cards"] == ", ".join(defaults.MEASURED_ON)
+    for result in results:
+        assert any(name in result["env"]["device"] for name in defaults.MEASURED_ON)
+    runs = [run for result in results for run in (result["env"], *result.get("runs", ()))]
+    assert measured["SGLang"] == ", ".join(sorted({run["sglang"] for run in runs if run.get("sglang")}))
+    pinned = re.findall(r"^sglang==(.*)$", bootstrap.CPU_REQUIREMENTS_WITHOUT_DEPENDENCIES.read_text(), re.M)
+    others = re.findall(r"sglang==([\d.]+)", str(bootstrap.OTHER_VERSIONS))
+    assert tested["SGLang"] == ", ".join(sorted({*pinned, *others}))
+    oldest, newest = (".".join(map(str, version)) for version in (versions.OLDEST, versions.NEWEST))
+    said(f"SGLang {oldest} to {newest}")
+    servers = {row["model"] for result in results for row in result.get("rows", ()) if "tpot_us" in row}
+    assert servers == {"qwen3-1.7b", "qwen3-8b"} and "servers: Qwen3 1.7B and 8B" in measured["models"]

@@ -638,23 +638,46 @@ def test_a_marker_of_no_section_and_a_file_that_is_no_result_are_refused(load, t
         summary.read("exact", [tmp_path])
 
 
-def verdicts(load, folder: Path, files: dict[str, dict]) -> dict[str, list[str]]:
-    """{goal: verdict and numbers} of result files with these data."""
-    summary = load("summary")
+def verdicts(load, folder: Path, files: dict[str, dict]) -> dict[str, tuple[str, str, str]]:
+    """{goal: verdict, numbers, by how much it is missed} of result files with these data."""
     for name, data in files.items():
         (folder / f"{name}.json").write_text(json.dumps({"env": ENV} | data))
-    lines = [line for line in summary.goals([folder]).splitlines() if line.startswith("| ")]
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
-    return {row[0]: row[2:4] for row in rows if row[0] not in ("", "---")}
+    return {goal.name: tuple(verdict) for goal, verdict in load("summary").verdicts([folder])}
+
+
+def test_a_missed_goal_is_marked_and_has_its_reason(load, tmp_path):
+    summary = load("summary")
+    missed = [goal for goal, verdict in summary.verdicts() if verdict.verdict == summary.MISSED]
+    assert missed and all(goal.why for goal in missed)
+    text = summary.goals()
+    lines = [line for line in text.splitlines() if line.startswith("| **missed**: ")]
+    assert all(goal.name in line and goal.why in line for goal, line in zip(missed, lines, strict=True))
+    assert text.count("missed**") == len(missed) and text.index(lines[-1]) < text.index("### Met")
+
+
+def test_the_page_is_short(load):
+    words = [word for word in load("summary").PAGE.read_text().split() if any(map(str.isalnum, word))]
+    assert len(words) <= 1500
+
+
+def test_features_are_counted_by_the_way_in_which_they_equal_stock(load, tmp_path):
+    names = ["greedy", "json", "regex", "a", "b", "c"]
+    cells = [[one] for one in names] + [[one, other] for other in names for one in names if one < other]
+    rows = [{"features": cell, "result": "exact" if "greedy" in cell else "law"} for cell in cells]
+    rows[cells.index(["json", "regex"])]["result"] = "refused"
+    env = ENV | {"sglang": "1", "torch": "2", "triton": "3", "date": "d"}
+    (tmp_path / "parity.json").write_text(json.dumps({"env": env, "rows": rows}))
+    text = load("summary").features([tmp_path])
+    assert text.startswith("6 *exact*: all with greedy; 14 *law*; 1 *refused*: json with regex. Features: `greedy`, ")
 
 
 def test_a_goal_of_counts_is_met_by_enough_of_them_without_a_wrong_one_on_every_path(load, tmp_path):
     enough = {"section": "legal", "path": "logits", "illegal": 0, "draws": 5 * 10**8}
     few, bad = enough | {"path": "cpu", "draws": 2000}, enough | {"path": "fused", "illegal": 3}
-    verdict, found = verdicts(load, tmp_path, {"exact": {"rows": [enough, enough]}})["illegal tokens"]
-    assert verdict == "met" and found == "logits: 0 of 1,000,000,000", "runs of one path are one count"
-    verdict, found = verdicts(load, tmp_path, {"exact": {"rows": [enough, enough, few, bad]}})["illegal tokens"]
-    assert verdict == "**missed**: fused: 3 of 500,000,000; cpu: 2,000 of 1,000,000,000 counted"
+    found = verdicts(load, tmp_path, {"exact": {"rows": [enough, enough]}})["illegal tokens"]
+    assert found == ("met", "logits: 0 of 1,000,000,000", ""), "runs of one path are one count"
+    verdict, found, by = verdicts(load, tmp_path, {"exact": {"rows": [enough, enough, few, bad]}})["illegal tokens"]
+    assert verdict == "missed" and by == "fused: 3 of 500,000,000; cpu: too few"
     assert found == "logits: 0 of 1,000,000,000; cpu: 0 of 2,000; fused: 3 of 500,000,000"
 
 
@@ -667,15 +690,16 @@ def test_the_goals_of_logprobs_are_by_path_and_tell_the_largest_error(load, tmp_
         "logprobs of these rows off by more than 2e-5, or below -50 by a share of 4e-7",
     )
     for rows, want in (
-        ([row], [["met", "logits: 0 of 1,000,000"], ["met", "logits: 0 of 100,000,000; at most 3.0e-06"]]),
+        ([row], [("met", "logits: 0 of 1,000,000", ""), ("met", "logits: 0 of 100,000,000; at most 3.0e-06", "")]),
         (
             [row, bad],
             [
-                ["**missed**: ranks: 2 of 1,000,000", "logits: 0 of 1,000,000; ranks: 2 of 1,000,000"],
-                [
-                    "**missed**: ranks: 3 of 100,000,000",
+                ("missed", "logits: 0 of 1,000,000; ranks: 2 of 1,000,000", "ranks: 2 of 1,000,000"),
+                (
+                    "missed",
                     "logits: 0 of 100,000,000; ranks: 3 of 100,000,000; at most 5.0e-01",
-                ],
+                    "ranks: 3 of 100,000,000",
+                ),
             ],
         ),
     ):
@@ -685,10 +709,11 @@ def test_the_goals_of_logprobs_are_by_path_and_tell_the_largest_error(load, tmp_
 
 def test_a_goal_without_a_result_was_not_run(load, tmp_path):
     none = verdicts(load, tmp_path, {"exact": {"rows": []}})
-    assert none["illegal tokens"][0] == "not run: no result is committed"
-    assert none["PractRand"][0] == "not run: TestU01 was run in its place"
-    counted = load("summary").goals([tmp_path]).splitlines()[0]
-    assert counted == f"0 goals are met, 0 are missed, {len(none)} were not run."
+    assert {verdict for verdict, _, _ in none.values()} == {"not run"}
+    text = load("summary").goals([tmp_path])
+    assert text.splitlines()[0] == f"0 goals are met, 0 are missed, {len(none)} were not run."
+    assert "| PractRand | no failure | TestU01 was run in its place |" in text
+    assert "| illegal tokens | 0 of 1e9 draws | no result is committed |" in text
 
 
 def test_a_goal_that_is_no_count_is_missed_by_what_is_wrong(load, tmp_path):
@@ -703,7 +728,12 @@ def test_a_goal_that_is_no_count_is_missed_by_what_is_wrong(load, tmp_path):
     sections |= {"map": [errors]}
     memcheck = {"tool": "memcheck", "tests": 9, "outcomes": {"passed": 4, "failure": 2}}
     memcheck |= {"reports": {"Invalid read in k": 3, "Program hit out of memory": 5}}
-    load_row = {"backend": "flashsample", "requests": 10, "ends": {"answered": 7, "left": 2, "status 500": 1}}
+    load_row = {
+        "backend": "flashsample",
+        "model": "m",
+        "requests": 10,
+        "ends": {"answered": 7, "left": 2, "status 500": 1},
+    }
     load_row |= {"memory": [{"host_mib": 2000}], "host_mib_growth": 3.0}
     found = verdicts(
         load,
@@ -713,13 +743,13 @@ def test_a_goal_that_is_no_count_is_missed_by_what_is_wrong(load, tmp_path):
             "soak": {"rows": [soaked, soaked | {"rows": 6, "most_log_evidence": 20.0}]},
             "noise": {"sections": {name: {"rows": rows} for name, rows in sections.items()}},
             "h200-sanitized": {"rows": [memcheck]},
-            "load": {"rows": [load_row, load_row | {"backend": "stock"}]},
+            "h100-load": {"rows": [load_row, load_row | {"backend": "stock", "host_mib_growth": 2.0}]},
             "h200-hot-path": {"rows": [{"steps": 5000, "waits": 1, "allocates": 0, "loads": 2}] * 2},
             "verified": {"rows": [{"different": 0, "positions": 10**7, "p_value": 1e-6}]},
             "parity": {"rows": [{"features": ["greedy"], "result": "exact"}, {"features": ["x"], "result": "wrong"}]},
         },
     )
-    missed = {name: verdict.partition(": ")[2] for name, (verdict, _) in found.items() if "missed" in verdict}
+    missed = {name: by for name, (verdict, _, by) in found.items() if verdict == "missed"}
     assert missed == {
         "random requests that stock SGLang answers in another way": "2 of 100,000; 2 failures of a server",
         "draws of known distributions: log of the most evidence against them, at any time": (
@@ -732,8 +762,8 @@ def test_a_goal_that_is_no_count_is_missed_by_what_is_wrong(load, tmp_path):
         "reports of compute-sanitizer in GPU tests of the kernels": (
             "memcheck: 3 reports, 2 tests failed, 3 tests not run"
         ),
-        "requests under load that are not answered, a CPU": "1 of 10",
-        "growth of host memory under load, a CPU": "+3 of 2,000 MiB",
+        "requests under load that are not answered": "1 of 10",
+        "growth of host memory under load": "it grew",
         "waits for the GPU, allocations and loaded kernels of the sampler's steps": "6 of 10,000",
         "verified drafts: smallest p-value of the tokens' law": "1e-06",
         "features and pairs of features as in stock SGLang": "1 wrong",
@@ -741,6 +771,7 @@ def test_a_goal_that_is_no_count_is_missed_by_what_is_wrong(load, tmp_path):
     assert found["p-values of TestU01 that fail"][1] == (
         "SmallCrush: 0 of 30, 2 suspect, in 2 orders; Crush: 1 of 144, 0 suspect, in 1 order"
     )
+    assert found["growth of host memory under load"][1] == "+3 of 2,000 MiB (stock +2)"
     assert load("summary").SOAK_ALPHA == load("draws").ALPHA
 
 
@@ -748,3 +779,48 @@ def test_a_goal_that_is_no_count_is_missed_by_what_is_wrong(load, tmp_path):
 def test_results_of_processes_come_in_the_order_of_the_cases(load, processes):
     programs = load("programs")
     assert list(programs.in_processes(divmod, [(7, 2), (9, 4), (8, 3)], processes)) == [(3, 1), (2, 1), (2, 2)]
+
+
+@no_gpu
+def test_logits_of_a_tile_do_not_depend_on_the_batch(dry_run):
+    result = dry_run("order")
+    tiles = [row for row in result["rows"] if "tile" in row]
+    assert [(row["unequal"], row["batches"] > 10) for row in tiles] == [(0, True)] * 2 and result["wrong"] == []
+
+
+@no_gpu
+def test_another_order_in_another_batch_and_halves_with_the_order_of_a_tile_are_wrong(load):
+    rows = [
+        {"D": 64, "tile": "a", "order": 0, "unequal": 2},
+        {"D": 64, "tile": "b", "order": 1, "unequal": 0},
+        {"D": 64, "gemm": "two halves", "order": 1, "unequal": 5},
+        {"D": 32, "gemm": "two halves", "order": 1, "unequal": 5},
+    ]
+    assert load("order").wrong(rows) == [
+        "D 64: 2 batches change logits of a",
+        "D 64: two halves have the order of a tile",
+    ]
+
+
+@no_gpu
+def test_errors_of_logprobs_are_counted_beside_those_of_stock(dry_run):
+    rows = dry_run("logprob_error")["rows"]
+    ours = {row["logits"]: row for row in rows if row["sampler"] == "ours" and row["temperature"] == 1.0}
+    assert ours["float32"]["mean"] < 1e-6 < ours["bfloat16"]["mean"] < 1e-3
+    assert all(0 < row["ratio_spread"] < 0.1 and row["tokens"] == 8 for row in rows)
+
+
+@no_gpu
+def test_a_larger_error_than_that_of_stock_and_a_logprob_above_zero_are_wrong(load):
+    cell = {"temperature": 1.0, "truncation": "none", "path": "fused", "illegal": 0, "mean": 1e-3}
+    rows = [
+        cell | {"logits": "bfloat16", "sampler": "stock"},
+        cell | {"logits": "bfloat16", "sampler": "ours", "mean": 2e-3},
+        cell | {"logits": "float32", "sampler": "stock"},
+        cell | {"logits": "float32", "sampler": "ours", "mean": 2e-6, "illegal": 3},
+    ]
+    assert load("logprob_error").wrong(rows) == [
+        "('bfloat16', 1.0, 'none', 'fused'): the mean error is 0.002; expected 0.0011 at most",
+        "('float32', 1.0, 'none', 'fused'): 3 logprobs are above 0, or no number",
+        "('float32', 1.0, 'none', 'fused'): the mean error is 2e-06; expected 1e-06 at most",
+    ]

@@ -26,6 +26,7 @@ from common import (  # noqa: E402
     reason_of,
     write_result,
 )
+from sources import state  # noqa: E402
 
 from sgl_flashsample import __version__  # noqa: E402
 from sgl_flashsample.autotune.timing import describe_machine  # noqa: E402
@@ -55,8 +56,9 @@ def make_parser(description: str | None) -> argparse.ArgumentParser:
 
 
 def new_env() -> dict[str, Any]:
-    """The machine, versions, date and command that results depend on."""
-    return describe_machine(DEVICE) | {"sgl_flashsample": __version__, "date": today(), "command": command_line()}
+    """The machine, versions, code, date and command that results depend on."""
+    about = {"sgl_flashsample": __version__, "date": today(), "command": command_line()}
+    return describe_machine(DEVICE) | about | state()
 
 
 def today() -> str:

@@ -40,13 +40,24 @@ def clock(monkeypatch) -> list[float]:
 
 @pytest.fixture
 def prometheus(monkeypatch):
-    """A function that returns the value of a metric, or None if it has none."""
+    """A function that returns the value of a metric, summed over the labels that it is not given, or None if it has
+    none."""
     client = pytest.importorskip("prometheus_client")
     registry = client.CollectorRegistry()
-    for kind in ("Counter", "Gauge", "Summary"):
+    for kind in ("Counter", "Gauge", "Histogram"):
         made = getattr(client, kind)
         monkeypatch.setattr(client, kind, lambda *args, made=made, **kw: made(*args, registry=registry, **kw))
-    return lambda name, **labels: registry.get_sample_value(f"sglang:flashsample_{name}", labels)
+
+    def value(name: str, **labels: str) -> float | None:
+        samples = [sample for metric in registry.collect() for sample in metric.samples]
+        found = [
+            sample.value
+            for sample in samples
+            if sample.name == f"sglang:flashsample_{name}" and labels.items() <= sample.labels.items()
+        ]
+        return sum(found) if found else None
+
+    return value
 
 
 @pytest.fixture

@@ -295,6 +295,9 @@ def lora_modules(named: Any) -> set[str]:
     return {"all"} if isinstance(named, str) else {{"output": "lm_head"}.get(name, name) for name in named}
 
 
+ENGINE_TYPES = {"null": "unified", "prefill": "prefill", "decode": "decode"}
+
+
 def pretended_sglang() -> tuple[types.SimpleNamespace, dict[str, dict[str, Any]]]:
     """The settings of a plain server, to be changed by a test, and the modules in which our code looks them up, with
     their attributes."""
@@ -302,7 +305,7 @@ def pretended_sglang() -> tuple[types.SimpleNamespace, dict[str, dict[str, Any]]
     config = space(
         parallel=space(
             **dict.fromkeys(("tp_size", "pp_size", "attn_tp_size", "attn_dp_size", "attn_cp_size"), 1),
-            **dict.fromkeys(("tp_rank", "pp_rank", "attn_tp_rank", "attn_dp_rank"), 0),
+            **dict.fromkeys(("tp_rank", "pp_rank", "attn_tp_rank", "attn_dp_rank", "moe_ep_rank"), 0),
             enable_dp_lm_head=False,
         ),
         exec=space(
@@ -321,7 +324,8 @@ def pretended_sglang() -> tuple[types.SimpleNamespace, dict[str, dict[str, Any]]
             speculative_use_rejection_sampling=False,
             speculative_eagle_topk=1,
         ),
-        disagg=space(enable_pdmux=False),
+        disagg=space(enable_pdmux=False, disaggregation_mode="null"),
+        serving=space(served_model_name="model"),
         flags=space(capture=space(enable_torch_compile=False)),
         device=space(random_seed=1234),
         observability=space(
@@ -339,6 +343,8 @@ def pretended_sglang() -> tuple[types.SimpleNamespace, dict[str, dict[str, Any]]
     return config, {
         "sglang": {},
         "sglang.srt": {},
+        "sglang.srt.disaggregation": {},
+        "sglang.srt.disaggregation.utils": {"DisaggregationMode": space(to_engine_type=ENGINE_TYPES.__getitem__)},
         "sglang.srt.layers": {},
         "sglang.srt.runtime_context": {f"get_{name}": (lambda part=part: part) for name, part in vars(config).items()},
         "sglang.srt.environ": {"envs": config.environ},

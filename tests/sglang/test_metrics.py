@@ -16,6 +16,7 @@ from sgl_flashsample.sglang import metrics
 from sgl_flashsample.sglang.batch import Routing, time_of_sglang
 from sgl_flashsample.sglang.head import GraphInputs
 from sgl_flashsample.sglang.metrics import LOG_SECONDS_VARIABLE, DeviceCounters, Metrics
+from sgl_flashsample.sglang.settings import Settings
 from sgl_flashsample.sglang.step_graphs import StepCounts
 
 FUSED, MIXED = Routing((None,) * 500), Routing((None, "top_logprobs", "top_logprobs"))
@@ -104,6 +105,60 @@ def test_prometheus_has_the_same_numbers(prometheus):
         assert prometheus("screen_paused") == paused
     for counter, number in SCREENED.items():
         assert prometheus(f"screen_{counter.name.lower()}_total") == 3 * number
+
+
+def test_prometheus_has_the_distribution_of_the_hosts_time(prometheus, clock):
+    counted = Metrics(prometheus=True)
+    for us in (8, 35, 36, 36, 900):
+        counted.add_fused(1, 0, clock[0] - us * 1e-6)
+    counted.add_batch(FUSED, 0, clock[0] - 2.0)
+    for _ in range(2):
+        counted.flush()
+        at_most = {le: prometheus("host_seconds_bucket", le=le) for le in ("1e-05", "3e-05", "4e-05", "0.001", "+Inf")}
+        assert at_most == {"1e-05": 1, "3e-05": 1, "4e-05": 4, "0.001": 5, "+Inf": 6}
+    assert prometheus("host_seconds_count") == 6
+    assert prometheus("host_seconds_sum") == pytest.approx(2.0 + 1015e-6)
+
+
+def test_every_metric_has_the_labels_of_the_server(prometheus):
+    labels = {"model_name": "m", "tp_rank": "1", "path": "is a label of ours"}
+    counted = Metrics(prometheus=True, labels=labels)
+    counted.add_batch(FUSED, 7, 0.0)
+    counted.flush()
+    del labels["path"]
+    gauges_and_counters = ("active", "screen_paused", "truncated_rows_total", "host_seconds_count", "screen_rows_total")
+    assert None not in [prometheus(name, **labels) for name in gauges_and_counters]
+    assert prometheus("rows_total", path="fused", reason="", **labels) == 500
+
+
+@pytest.mark.parametrize(
+    "changes, labels",
+    [
+        ({}, {}),
+        ({"disagg.disaggregation_mode": "prefill"}, {"engine_type": "prefill"}),
+        ({"disagg.enable_pd_role_switch": True}, {"engine_type": "dynamic"}),
+        ({"parallel.tp_size": 4, "parallel.tp_rank": 3}, {"tp_rank": "3", "moe_ep_rank": "1"}),
+        ({"parallel.pp_rank": 1, "parallel.dp_rank": 2}, {"pp_rank": "1", "dp_rank": "2"}),
+        ({"observability.extra_metric_labels": {"zone": "a"}}, {"zone": "a"}),
+    ],
+)
+def test_the_labels_are_those_of_sglangs_own_metrics(server_config, changes, labels):
+    server_config.observability.enable_metrics = True
+    server_config.parallel.moe_ep_rank = 1
+    for path, value in changes.items():
+        part, name = path.split(".")
+        setattr(getattr(server_config, part), name, value)
+    plain = {"model_name": "model", "engine_type": "unified", "tp_rank": "0", "pp_rank": "0", "moe_ep_rank": "0"}
+    assert Settings.of_server().metric_labels == plain | labels
+
+
+def test_labels_that_cannot_be_read_are_left_out_after_a_warning(server_config, caplog):
+    server_config.observability.enable_metrics = True
+    del server_config.serving.served_model_name
+    settings = Settings.of_server()
+    assert (settings.unsupported, settings.metrics, settings.metric_labels) == (None, True, {})
+    (warning,) = [record.message for record in caplog.records]
+    assert warning.startswith("flashsample: metrics have no labels of SGLang: AttributeError: ")
 
 
 def test_without_prometheus_client_the_server_counts_into_its_log_alone_after_one_warning(monkeypatch, caplog):

@@ -583,6 +583,13 @@ def test_what_was_served_is_in_the_log_and_in_the_metrics_with_its_reasons(ours)
     assert metric(ours, "host_seconds_sum") > 0
 
 
+def test_metrics_have_the_labels_of_sglangs_own(ours):
+    lines = re.findall(r"^sglang:(flashsample_active|max_total_num_tokens)(\{[^}]*\})", ours.metrics(), re.M)
+    labels = dict(lines)
+    assert 'model_name="' in labels["flashsample_active"]
+    assert labels["flashsample_active"] == labels["max_total_num_tokens"]
+
+
 @pytest.mark.full
 @pytest.mark.skipif(CUDA, reason="kernels draw there in any case")
 def test_interpreted_kernels_give_the_tokens_of_rows_that_are_drawn_in_host_memory(servers, of_kernels):
@@ -826,36 +833,36 @@ def test_a_retraction_changes_no_token_of_a_seeded_request_and_no_logprob(server
     with server:
         got, want = answers(server), answers(servers["ours"])
         assert len(server.log_lines("etract")) > 5
-        # SGLang 0.5.17 itself loses a logprob now and then, and gives prompts those of others (sglang#36938).
-        loses = (version or sglang_version()) == "0.5.17"
-        # A prefill may round a logit to another bfloat16 than decode steps did.
-        assert_same_answers(got, want, logprob_error=math.inf if loses else 0.05)
-        for answer, other in zip(got, want, strict=True) if not loses else ():
-            assert_same_logprobs_of_prompts(answer, other)
+        assert [answer["output_ids"] for answer in got] == [answer["output_ids"] for answer in want]
+        # SGLang 0.5.17 itself loses logprobs now and then, and gives prompts those of others (sglang#36938).
+        if (version or sglang_version()) != "0.5.17":
+            # A prefill may round a logit to another bfloat16 than decode steps did.
+            assert_same_answers(got, want, logprob_error=0.05)
+            for answer, other in zip(got, want, strict=True):
+                assert_same_logprobs_of_prompts(answer, other)
         assert all_paths(got) == {"fused"}
         assert_no_failure(server)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("stages", [1, 2])
-def test_a_server_with_the_decision_plane_draws_the_same_tokens(servers, folder, tmp_path, stages):
-    if CUDA and torch.cuda.device_count() < stages:
+def test_a_server_of_two_stages_with_the_decision_plane_draws_the_same_tokens(servers, folder, tmp_path):
+    if CUDA and torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     package = runpy.run_path(str(BENCHMARKS / "oracle.py"))["install"](tmp_path, BENCHMARKS / "decision_plane.py")
     server, _ = make_server(
         folder,
         SIZE,
-        name=f"plane {stages}",
+        name="plane",
         backend="decision_plane",
-        arguments=[*ARGUMENTS, "--pp-size", str(stages)],
-        environment=TWO_RANKS if stages > 1 else None,
+        arguments=[*ARGUMENTS, "--pp-size", "2"],
+        environment=TWO_RANKS,
         first_on_path=package,
     )
     with server:
         rows = seeded_rows()
         for _ in range(2):
             answers = ask_together(server, rows), ask_together(servers["ours"], rows)
-            assert_same_answers(*answers, with_paths=stages == 1)
+            assert_same_answers(*answers, with_paths=False)
         assert_no_failure(server)
 
 
