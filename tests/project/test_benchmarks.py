@@ -1143,3 +1143,14 @@ def test_the_pages_of_rivals_have_the_fastest_one_and_every_cell_that_was_lost(l
         "| 5,000 x 8, 4 | greedy | vllm 40.0 | ours-screened 60.0 | 1.500 |  |",
         "| 5,000 x 8, 4 | greedy | torch 59.5 | ours-screened 60.0 | 1.008 | yes |",
     ]
+
+
+def test_the_counters_of_a_server_are_found_among_the_labels_of_sglang(load):
+    text = """\
+sglang:flashsample_rows_total{model_name="m",path="fused",reason="",tp_rank="0"} 90.0
+sglang:flashsample_rows_total{model_name="m",path="native",reason="top_logprobs",tp_rank="0"} 6.0
+sglang:flashsample_rows_total{model_name="m",path="native",reason="top_logprobs",tp_rank="1"} 4.0
+sglang:flashsample_active{model_name="m",tp_rank="0"} 1.0
+"""
+    server = types.SimpleNamespace(metrics_seconds=0.0, generate=lambda **fields: None, metrics=lambda: text)
+    assert load("servers").counters_of(server) == {"fused": 90.0, "native top_logprobs": 10.0, "active": 1.0}
