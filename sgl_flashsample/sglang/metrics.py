@@ -8,6 +8,7 @@ touches is likely a cache miss, because the host runs much other code between tw
 from __future__ import annotations
 
 import bisect
+import itertools
 import logging
 import time
 from collections import Counter
@@ -50,8 +51,7 @@ class Metrics:
         self._host_batches, self._host_seconds = 0, 0.0
         self._new: dict[tuple[str, str], list[int]] = {}  # batches and rows that are not in the totals yet
         self._fused_batches = self._fused_rows = 0  # those of ``add_fused``, likewise
-        # Of batches of fused rows alone, likewise: how many took a host time of each bucket, the last one for more.
-        self._new_batches, self._new_seconds = [0] * (len(HOST_BUCKETS) + 1), 0.0
+        self._new_times: list[float] = []  # host time of each batch of fused rows alone, likewise
         self._new_truncated = 0
         self._unlogged = False  # whether the totals have grown since the last log line
         self._last_log = time.perf_counter()
@@ -71,7 +71,7 @@ class Metrics:
                 new[1] += rows
         self._new_truncated += num_truncated
         if started is not None:
-            self._add_host_time(now - started - of_sglang)
+            self._new_times.append(now - started - of_sglang)
         return now >= self.next_flush
 
     def add_fused(self, rows: int, num_truncated: int, started: float) -> bool:
@@ -80,12 +80,8 @@ class Metrics:
         self._fused_rows += rows
         self._new_truncated += num_truncated
         now = time.perf_counter()
-        self._add_host_time(now - started)
+        self._new_times.append(now - started)
         return now >= self.next_flush
-
-    def _add_host_time(self, seconds: float) -> None:
-        self._new_batches[bisect.bisect_left(HOST_BUCKETS, seconds)] += 1
-        self._new_seconds += seconds
 
     def flush(self) -> None:
         """Bring everything that was counted into the totals, to Prometheus and, at its interval, into the log."""
@@ -103,19 +99,23 @@ class Metrics:
                 exported.batches.labels(**labels).inc(batches)
                 exported.rows.labels(**labels).inc(rows)
         self._truncated += self._new_truncated
-        self._host_batches += sum(self._new_batches)
-        self._host_seconds += self._new_seconds
+        times = sorted(self._new_times)
+        self._host_batches += len(times)
+        self._host_seconds += sum(times)
         if exported is not None:
             if self._new_truncated:
                 exported.truncated.inc(self._new_truncated)
             # `observe` takes one batch: its calls for some hundred batches would hold up a step.
-            for bucket, batches in zip(exported.host_seconds._buckets, self._new_batches, strict=True):
-                if batches:
-                    bucket.inc(batches)
-            exported.host_seconds._sum.inc(self._new_seconds)
+            counts = [bisect.bisect_right(times, end) for end in HOST_BUCKETS]
+            for bucket, (before, count) in zip(
+                exported.host_seconds._buckets, itertools.pairwise([0, *counts, len(times)]), strict=True
+            ):
+                if count > before:
+                    bucket.inc(count - before)
+            exported.host_seconds._sum.inc(sum(times))
             exported.scheduling_seconds.inc(self.scheduling_seconds)
         self._new, self._new_truncated, self.scheduling_seconds = {}, 0, 0.0
-        self._new_batches, self._new_seconds = [0] * len(self._new_batches), 0.0
+        self._new_times.clear()
         now = time.perf_counter()
         self.next_flush = now + min(FLUSH_SECONDS, self.log_seconds)
         if self._reports and self._unlogged and now - self._last_log >= self.log_seconds:

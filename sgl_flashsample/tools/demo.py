@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import importlib.metadata
+import textwrap
 import time
 from collections import Counter
 from pathlib import Path
@@ -17,6 +18,7 @@ from ..kernels.workspace import MAX_TOP_LOGPROBS
 from . import markov, smollm2
 from .server import SGL_FLASHSAMPLE_SERVE, SGLANG_LAUNCH_SERVER, Server, ServerError, stop_all
 
+COLUMNS = 100  # of the longest line
 PROMPT = "The quick brown fox"
 JSON_SCHEMA = (
     '{"type": "object", "properties": {"n": {"type": "integer", "maximum": 9, "minimum": 0}}, "required": ["n"]}'
@@ -82,16 +84,18 @@ def run(folder: Path, port: int | None, size_name: str | None) -> None:
             server.start()
             if on_gpu:  # each measures the memory that the others have left
                 server.wait_until_ready()
-        lines = None
-        if ours is not None:
-            lines = beside.submit(trained_lines, ours, stock, 48 if on_gpu else 16)
         generated.wait_until_ready()
         say(f"  ready after {time.monotonic() - started:.0f} s")
         for line in generated.log_lines("] flashsample ")[:1]:
             say("  " + line.partition("] ")[2])
         say("[3/4] requests")
-        show_generated(generated, truth)
-        for line in lines.result() if lines is not None else ():
+        lines = beside.submit(generated_lines, generated, truth)
+        if ours is not None:
+            say(f"  {smollm2.NAME}, a trained model:")
+            for line in trained_lines(ours, stock, 48 if on_gpu else 16):
+                say("  " + line)
+            say(f"  {size_name}, which draws from known distributions and makes no sense:")
+        for line in lines.result():
             say("  " + line)
         say("[4/4] counters of the server")
         for line in generated.log_lines("] flashsample: ")[-1:]:
@@ -135,7 +139,7 @@ def trained_lines(ours: Server, stock: Server | None, tokens: int) -> list[str]:
         rates.append(f"{count / (time.monotonic() - started):.1f} tokens per second")
     lines = []
     for question, one, other in zip(QUESTIONS, *answers, strict=True):
-        lines.append(f"{smollm2.NAME}, greedy: {question}")
+        lines.append(f"greedy: {question}")
         for path, answer in (("SGLang's sampler", one), (paths_of(other), other)):
             lines.append(f"  {path:18} {' '.join(answer['text'].split())!r}")
         same = one["output_ids"] == other["output_ids"]
@@ -143,18 +147,20 @@ def trained_lines(ours: Server, stock: Server | None, tokens: int) -> list[str]:
     return [*lines, f"all three at once: SGLang's sampler {rates[0]}, {paths_of(answers[1][0])} {rates[1]}"]
 
 
-def show_generated(server: Server, truth: markov.MarkovModel) -> None:
-    """Requests of every kind to the generated checkpoint, and the path of each."""
+def generated_lines(server: Server, truth: markov.MarkovModel) -> list[str]:
+    """Lines with requests of every kind to the generated checkpoint, and the path of each. Raises ServerError where a
+    greedy token is not the truth's."""
+    lines = []
     for name, params, fields in REQUESTS:
         answer = server.generate(text=PROMPT, sampling_params={"max_new_tokens": 8, **params}, **fields)
         logprobs = answer["meta_info"].get("output_token_logprobs")
-        logprob = f"  logprob of the first token {logprobs[0][0]:.3f}" if logprobs else ""
+        logprob = f"  first logprob {logprobs[0][0]:.3f}" if logprobs else ""
         text = answer["text"].replace("\n", " ")[:60]
-        say(f"  {name:20} {paths_of(answer):24} {text!r}{logprob}")
-    compare_with_truth(server, truth)
+        lines.append(f"{name:20} {paths_of(answer):12} {text!r}{logprob}")
+    return lines + compare_with_truth(server, truth)
 
 
-def compare_with_truth(server: Server, truth: markov.MarkovModel) -> None:
+def compare_with_truth(server: Server, truth: markov.MarkovModel) -> list[str]:
     """Sixteen requests at once, long enough for a rate, and a greedy token against the truth. Raises ServerError where
     they differ."""
     started = time.monotonic()
@@ -162,12 +168,13 @@ def compare_with_truth(server: Server, truth: markov.MarkovModel) -> None:
     answers = server.generate(input_ids=[[300 + row] for row in range(16)], sampling_params=params)
     tokens = sum(len(answer["output_ids"]) for answer in answers)
     rate = tokens / (time.monotonic() - started)
-    say(f"  {'a batch of 16':20} {paths_of(answers[0]):24} {tokens} tokens, {rate:.0f} tokens per second")
     greedy = server.generate(input_ids=[[300]], sampling_params={"temperature": 0, "max_new_tokens": 1})[0]
-    same = greedy["output_ids"] == [int(truth.logits(torch.tensor([300])).argmax())]
-    say(f"  {'greedy and truth':20} {paths_of(greedy):24} {'the same token' if same else 'DIFFERENT TOKENS'}")
-    if not same:
+    if greedy["output_ids"] != [int(truth.logits(torch.tensor([300])).argmax())]:
         raise ServerError("a greedy token differs from the checkpoint's known distribution")
+    return [
+        f"{'a batch of 16':20} {paths_of(answers[0]):12} {tokens} tokens, {rate:.0f} tokens per second",
+        f"{'greedy and truth':20} {paths_of(greedy):12} the same token",
+    ]
 
 
 def paths_of(answer: dict[str, Any]) -> str:
@@ -177,4 +184,9 @@ def paths_of(answer: dict[str, Any]) -> str:
 
 
 def say(message: str) -> None:
-    print(message, flush=True)
+    """Print a line, folded at ``COLUMNS``."""
+    indent = " " * (len(message) - len(message.lstrip()) + 4)
+    print(
+        textwrap.fill(message, COLUMNS, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False),
+        flush=True,
+    )

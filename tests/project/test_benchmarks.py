@@ -1327,3 +1327,14 @@ def test_options_of_the_race_against_rivals_that_do_not_fit_are_named(load, chan
     options = {"heads": None, "batches": None, "rivals": None, "rounds": None, "fast": False}
     with pytest.raises(ValueError, match=message):
         load("rivals").prepare(types.SimpleNamespace(**options | changes))
+
+
+def test_the_counters_of_a_server_are_found_among_the_labels_of_sglang(load):
+    text = """\
+sglang:flashsample_rows_total{model_name="m",path="fused",reason="",tp_rank="0"} 90.0
+sglang:flashsample_rows_total{model_name="m",path="native",reason="top_logprobs",tp_rank="0"} 6.0
+sglang:flashsample_rows_total{model_name="m",path="native",reason="top_logprobs",tp_rank="1"} 4.0
+sglang:flashsample_active{model_name="m",tp_rank="0"} 1.0
+"""
+    server = types.SimpleNamespace(metrics_seconds=0.0, generate=lambda **fields: None, metrics=lambda: text)
+    assert load("servers").counters_of(server) == {"fused": 90.0, "native top_logprobs": 10.0, "active": 1.0}

@@ -13,7 +13,7 @@ ratio_spread    standard deviation of exp(logprob - truth): of an importance rat
 below           least logprob, so that ``max`` can be judged
 
 The exit code is 1 where a logprob is above 0 or no number, or the mean error of ours is above 1e-6 with float32 logits,
-and above stock's by more than a tenth with others. With ``--dry-run`` kernels are interpreted: the numbers mean nothing.
+and above stock's by more than a tenth with others. With ``--dry-run`` kernels are interpreted: errors mean nothing.
 """
 
 from __future__ import annotations

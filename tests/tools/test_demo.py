@@ -19,7 +19,7 @@ import torch
 from lab import bootstrap
 from serving import CUDA, needs_sglang
 
-from sgl_flashsample.tools import markov, smollm2
+from sgl_flashsample.tools import demo, markov, smollm2
 from sgl_flashsample.tools.server import RequestError, Server, ServerError, free_port
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -165,6 +165,62 @@ def test_a_server_that_finds_a_port_taken_is_started_once_more_with_others(tmp_p
         Server(tmp_path, ["--fails", "2"], backend=None, log=tmp_path / "log", launcher=launcher),
     ):
         pass
+
+
+# --- what is shown
+
+
+class FakeServer:
+    """Answers as a server of a model whose greedy token after 300 is ``truth``."""
+
+    def __init__(self, folder: Path, model: str, *_args, **_options) -> None:
+        self.model, self.truth = model, 5
+        self.start = self.wait_until_ready = lambda: None
+
+    def log_lines(self, part: str) -> list[str]:
+        about = ", ".join(["a part of a long line"] * 12)
+        return [f"[1{part}0.1.0: {about}" if part.endswith("sample ") else f"[1{part}since the start: {about}; 3 rows"]
+
+    def generate(self, text=None, input_ids=None, sampling_params=None, **fields):
+        answer = {"output_ids": [self.truth], "text": f"{self.model} says a word " * 9, "meta_info": {}}
+        answer["meta_info"] |= {"flashsample_path": ["fused"], "output_token_logprobs": [(-1.0, 5, None)]}
+        return answer if isinstance(text, str) else [answer] * len(text or input_ids)
+
+
+class FakeTruth:
+    def logits(self, tokens: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.one_hot(torch.tensor([5]), 8).float()
+
+
+@pytest.fixture
+def fake_servers(monkeypatch):
+    monkeypatch.setattr(demo, "make_server", FakeServer)
+    monkeypatch.setattr(demo, "stop_all", lambda servers: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(markov, "write", lambda *arguments: FakeTruth())
+    monkeypatch.setattr(smollm2, "write", lambda folder: None)
+    monkeypatch.setattr(smollm2, "weights_file", lambda: Path("weights"))
+
+
+def test_the_trained_model_is_shown_first_and_no_line_is_longer_than_100_columns(fake_servers, tmp_path, capsys):
+    demo.run(tmp_path, None, "tiny")
+    shown = capsys.readouterr().out
+    assert 0 < shown.index("smollm2 says") < shown.index("tiny says")
+    assert max(map(len, shown.splitlines())) <= 100
+    assert " ".join(shown.split()).count("a part of a long line") == 24, "folded, not cut"
+
+
+def test_without_the_trained_model_the_generated_one_is_shown(fake_servers, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(smollm2, "weights_file", lambda: None)
+    demo.run(tmp_path, None, "tiny")
+    shown = capsys.readouterr().out
+    assert "tiny says" in shown and "smollm2 says" not in shown
+
+
+def test_a_greedy_token_that_is_not_the_truths_ends_the_demonstration(fake_servers, monkeypatch, tmp_path):
+    monkeypatch.setattr(FakeTruth, "logits", lambda self, tokens: torch.zeros(1, 8))
+    with pytest.raises(ServerError, match="a greedy token differs"):
+        demo.run(tmp_path, None, "tiny")
 
 
 # --- make
