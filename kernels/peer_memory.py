@@ -251,7 +251,7 @@ def exchange_first_logits(memory: PeerMemory, num_rows: int) -> torch.Tensor:
 def copy_first_logits(memory: PeerMemory, num_rows: int) -> torch.Tensor:
     """``exchange_first_logits``, once this rank has told the others that its logits are complete."""
     if not 0 <= num_rows <= len(memory._first):
-        raise ValueError(f"num_rows is {num_rows}; expected at most {len(memory._first)}, none of parts of whole groups")
+        raise ValueError(f"num_rows is {num_rows}; expected at most {len(memory._first)}, 0 of whole groups")
     rows = memory._first[:num_rows]
     if num_rows:
         _copied(memory, memory.logits, memory.own_logits.stride(0), rows, GROUP_SIZE, 0)

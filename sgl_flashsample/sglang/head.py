@@ -332,7 +332,7 @@ class HeadState:
             hidden = torch.zeros(1, head.weight.shape[1], dtype=head.hidden_dtype, device=device)
             for one in (WantedLogprobs(token_ids=zero), wanted):  # ids alone have a kernel of their own
                 drawn, found = self.head.draw_with_logprobs(hidden, greedy, one)
-            if self.straddling is not None:
+            if self.straddling is not None and found is not None:
                 straddling = self.straddling.with_scratch(1)
                 logits = torch.zeros(1, GROUP_SIZE, dtype=gemm_dtype(head), device=device)
                 for return_logprob in (True, False):

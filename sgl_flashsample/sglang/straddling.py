@@ -22,7 +22,7 @@ from ..kernels.merge_ranks import merge_records, pack_record
 from ..kernels.params import BatchParams, LMHead, LogitsSpec, SampleOutput
 from ..kernels.rng import GROUP_SIZE
 from ..kernels.sample_logits import read_slots
-from ..kernels.workspace import LogprobWorkspace, Workspace
+from ..kernels.workspace import MAX_TOP_LOGPROBS, LogprobWorkspace, Workspace
 from ..logprobs import Logprobs, WantedLogprobs, merge_parts, read_logprobs
 from ..paths import compute_logits, gemm_dtype, read_logits, read_logits_with_logprobs
 
@@ -30,12 +30,13 @@ MIN_WIDTH = 2 * GROUP_SIZE  # ids of a part, which then has a whole group wherev
 
 
 class Scratch(NamedTuple):
-    """For batches of up to so many rows. sent, group: ``[max_rows, GROUP_SIZE]`` logits."""
+    """For batches of up to so many rows. sent, group: ``[max_rows, GROUP_SIZE]`` logits. lists: of ``merge_logprobs``."""
 
     workspace: Workspace
     readers: LogprobWorkspace
     sent: torch.Tensor
     group: torch.Tensor
+    lists: torch.Tensor
 
 
 @dataclasses.dataclass
@@ -87,7 +88,8 @@ class Straddling:
         slots = [read_slots(GROUP_SIZE, max_rows, c, weight.device) for c in configs if isinstance(c, ReadConfig)]
         readers = LogprobWorkspace(max_rows, GROUP_SIZE, weight.device)
         logits = torch.zeros(2, max_rows, GROUP_SIZE, dtype=dtype, device=weight.device)
-        self.scratch = Scratch(Workspace(max(slots), weight.device), readers, logits[0], logits[1])
+        lists = torch.empty(max_rows * 2 * MAX_TOP_LOGPROBS, dtype=torch.int32, device=weight.device)
+        self.scratch = Scratch(Workspace(max(slots), weight.device), readers, logits[0], logits[1], lists)
 
     def with_scratch(self, max_rows: int) -> Straddling:
         """The same, with scratch of its own for ``max_rows`` rows."""
@@ -101,7 +103,8 @@ class Straddling:
         scratch = self.scratch
         if scratch is None:
             return 0
-        return scratch.workspace.num_bytes + scratch.readers.num_bytes + scratch.sent.nbytes + scratch.group.nbytes
+        tensors = scratch.sent, scratch.group, scratch.lists
+        return scratch.workspace.num_bytes + scratch.readers.num_bytes + sum(tensor.nbytes for tensor in tensors)
 
     def logits_of_first(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """``[B, GROUP_SIZE]``: what the rank before needs, anything behind it. out: where to write; scratch when
@@ -164,9 +167,10 @@ class Straddling:
         assert merged.logprobs is not None
         if not wanted.top and wanted.token_ids is None:
             return merged, Logprobs(merged.logprobs, None, None, merged.log_mass)
-        parts = torch.stack([found.pack(), found_there.pack()])
-        holds.append(parts)
-        return merged, merge_parts(parts, wanted, merged.logprobs)
+        packed = [found.pack(), found_there.pack()]
+        parts = torch.stack(packed)
+        holds.append((packed, parts))
+        return merged, merge_parts(parts, wanted, merged.logprobs, self.scratch.lists)
 
     def complete_prompt(
         self, found: Logprobs, logits: torch.Tensor | None, token_ids: torch.Tensor, wanted: WantedLogprobs
@@ -177,13 +181,15 @@ class Straddling:
             return found
         rows = LogitRows(logits, self.group, workspace=self.scratch.readers)
         found_there = read_logprobs(rows, token_ids, wanted)
-        return merge_parts(torch.stack([found.pack(tokens=True), found_there.pack(tokens=True)]), wanted)
+        parts = torch.stack([found.pack(tokens=True), found_there.pack(tokens=True)])
+        return merge_parts(parts, wanted, lists=self.scratch.lists)
 
 
 def _merged(one: SampleOutput, other: SampleOutput, return_logprob: bool, holds: list[Any]) -> SampleOutput:
     """The draw from two parts, ``one`` of the lower ids."""
-    records = torch.cat([pack_record(one), pack_record(other)])
-    holds.append((one, other, records))
+    packed = [pack_record(one), pack_record(other)]
+    records = torch.cat(packed)
+    holds.append((one, other, packed, records))
     return merge_records(records, return_logprob=return_logprob)
 
 

@@ -6,6 +6,7 @@ that lie on two ranks. What few ranks exchange is in ``test_exchange.py``.
 
 from __future__ import annotations
 
+import gc
 import json
 import subprocess
 import sys
@@ -14,9 +15,11 @@ import many_ranks
 import pytest
 import torch
 from kernel_cases import expected
-from many_ranks import WAYS, case_of, kinds_of, wanted_of
+from many_ranks import ROWS, WAYS, case_of, kinds_of, wanted_of
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from sgl_flashsample import Head, Logprobs, sample
+from sgl_flashsample import Head, Logprobs, WantedLogprobs, sample
 from sgl_flashsample.kernels.params import LMHead
 from sgl_flashsample.sglang.straddling import Straddling
 from sgl_flashsample.tools.server import free_port
@@ -83,6 +86,39 @@ def test_logprobs_of_a_prompt_are_those_of_one_rank(answered):
     case, wanted = case_of("plain", vocab), wanted_of(vocab)
     want = Head(case.head).logprobs_of(case.hidden, wanted.token_ids[:, 0].contiguous(), wanted)
     assert_logprobs(ranks[0]["plain, by collectives"]["prompt"], want, "a prompt")
+
+
+class Allocations(TorchDispatchMode):
+    """What is allocated, but for empty tensors, which the interpreter makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[StorageWeakRef] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        made = function(*args, **(kwargs or {}))
+        if isinstance(made, torch.Tensor) and made.numel():
+            self.made.append(StorageWeakRef(made.untyped_storage()))
+        return made
+
+
+@pytest.mark.parametrize("wanted", [None, WantedLogprobs(token_ids=torch.zeros(ROWS, 1, dtype=torch.int64))])
+def test_what_a_graph_writes_to_beside_its_result_lives_as_long_as_it(wanted):
+    """Else the tokens of another graph would lie there."""
+    case = case_of("edit", 170)
+    part = torch.nn.functional.pad(case.head.weight, (0, 0, 0, 6))[44:88]
+    straddling = Straddling.of_rank(LMHead(part), 1, 4, 170).with_scratch(ROWS)
+    drawn, found = Head(straddling.whole_groups).draw_with_logprobs(case.hidden, case.params, WantedLogprobs())
+    found = found._replace(of_ids=torch.zeros(ROWS, 1))
+    logits, holds = torch.zeros(ROWS, 16), []
+    with Allocations() as allocations:
+        if wanted is None:
+            result = straddling.complete(drawn, logits, case.params, holds)
+        else:
+            result = straddling.complete_with_logprobs(drawn, found, logits, case.params, wanted, holds)
+    gc.collect()
+    assert allocations.made and not any(storage.expired() for storage in allocations.made)
+    assert result is not drawn
 
 
 REAL = [(202_048, 8), (202_048, 16), (262_208, 8), (262_208, 16), (151_936, 16), (201_088, 16)]
