@@ -30,7 +30,7 @@ MIN_WIDTH = 2 * GROUP_SIZE  # ids of a part, which then has a whole group wherev
 
 
 class Scratch(NamedTuple):
-    """For batches of up to so many rows. sent, group: ``[max_rows, GROUP_SIZE]`` logits. lists: of ``merge_logprobs``."""
+    """For batches of up to so many rows. sent, group: ``[max_rows, GROUP_SIZE]``. lists: of ``merge_logprobs``."""
 
     workspace: Workspace
     readers: LogprobWorkspace

@@ -439,6 +439,40 @@ def test_a_rank_without_requests_draws_nothing(runners):
     assert tokens.shape == (0,) and tokens.dtype is torch.int64
 
 
+@pytest.mark.parametrize("hook", ["reads_prompts", "numbers_arrivals"])
+def test_ranks_of_which_one_lacks_a_hook_fuse_nothing(server_config, monkeypatch, hook):
+    """It would compute with SGLang what the others exchange."""
+    runtime = Runtime(None)
+
+    class Other(Peers):
+        def of_all(self, value):
+            reason, seed, shared = value
+            return [value, [reason, seed, shared | {name: False for name, has in shared.items() if has is True}]]
+
+    monkeypatch.setattr(RankSync, "of_server", Other)
+    setattr(runtime, hook, True)
+    runtime.agree()
+    words = {"reads_prompts": "hooks of prompts", "numbers_arrivals": "the hook of arrivals"}[hook]
+    assert runtime.inactive_reason == f"the ranks differ: {words} is True on rank 0 and False on rank 1"
+
+
+@pytest.mark.parametrize("kind", ["plain", "truncated"])
+def test_a_batch_beyond_the_memory_of_the_ranks_is_drawn_in_blocks(kind):
+    state, sizes = make_state(CPU, script=Script()), []
+    batch, _ = rank_batches()[kind == "truncated"]
+    lazy, step = lazy_of(state), step_of(batch, torch.arange(RANK_ROWS), None, True)
+    want = draw(lazy, step)
+    most = RANK_ROWS - 1
+    memory = types.SimpleNamespace(max_rows=most, own_logits=torch.empty(most, len(state.lm_head.weight)))
+    state.exchange = types.SimpleNamespace(memory=memory, num_ranks=1, rank=0)
+    state.exchange.merge = lambda drawn: sizes.append(len(drawn.token_ids)) or drawn
+    state.exchange.draw_rows = lambda logits, params, draw: state.exchange.merge(draw(logits, params))
+    got = draw(lazy, step)
+    assert sizes == [most, 1]
+    assert torch.equal(got.token_ids, want.token_ids)
+    torch.testing.assert_close(got.logprobs, want.logprobs)
+
+
 class Untouched:
     """An exchange of which nothing is asked."""
 
