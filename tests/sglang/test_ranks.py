@@ -432,9 +432,11 @@ def test_a_head_that_shows_itself_late_is_sglangs_on_several_ranks(shared, caplo
     assert shared.head_for(state.processor, state.lm_head) is None and LATE in caplog.text
 
 
-def test_a_rank_without_requests_draws_nothing(runners):
-    """Of DP attention: SGLang asks its sampler all the same."""
-    nothing = types.SimpleNamespace(next_token_logits=torch.empty(0, 600))
+@pytest.mark.parametrize("carried", [False, True], ids=["logits", "a graph's hidden states"])
+def test_a_rank_without_requests_draws_nothing(runners, carried):
+    """Of DP attention: SGLang asks its sampler all the same, also after a replay of the others' graph."""
+    state = make_state(CPU)
+    nothing = types.SimpleNamespace(next_token_logits=lazy_of(state)[:0] if carried else torch.empty(0, 600))
     tokens = runners[0].sampler(nothing, None, False, [], [], torch.empty(0, dtype=torch.int64))
     assert tokens.shape == (0,) and tokens.dtype is torch.int64
 
