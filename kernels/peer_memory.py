@@ -3,6 +3,7 @@
 ``exchange_records``  each rank writes its records to all ranks, waits for those of the others, and merges them
                       (``merge_ranks.py``): FlashSampling, section 4.2 and Algorithm B.4
 ``exchange_rows``     each rank has the logits of its part of the vocabulary, and reads its rows of the others' parts
+``exchange_first_logits``  the same of the first ids of each part, which all ranks read
 ``exchange_logprobs`` each rank has packed its logprobs (``merge_logprobs.py``), and reads those of all ranks
 
 One launch each, or two, which a CUDA graph may hold: the numbers of the exchanges are counted on the device. Every rank
@@ -12,7 +13,7 @@ as it takes.
 Why nothing is overwritten that is still read: records have two buffers, which exchanges take in turn. A rank writes
 those of exchange n + 2 only after it has received all records of exchange n + 1, and each rank sends these only after
 it has read those of exchange n. Logits have one buffer, and so have logprobs: ``exchange_records`` has to follow
-``exchange_rows`` and ``exchange_logprobs`` before a rank writes its next ones.
+``exchange_rows``, ``exchange_first_logits`` and ``exchange_logprobs`` before a rank writes its next ones.
 """
 
 from __future__ import annotations
@@ -179,6 +180,8 @@ class PeerMemory:
         self.lists = torch.empty(max_rows * 2 * MAX_TOP_LOGPROBS, dtype=torch.int32, device=device)
         # The reader is compiled for rows that start at multiples of 16 elements.
         self.rows = shard.new_empty(cdiv(max_rows, num_ranks), _row_stride(width * num_ranks))[:, : width * num_ranks]
+        # Groups of ids lie on two ranks where a part ends within one.
+        self._first = shard.new_empty(max_rows if width % GROUP_SIZE else 0, num_ranks * GROUP_SIZE)
 
     @staticmethod
     def num_bytes(num_ranks: int, max_rows: int, width: int, dtype: torch.dtype) -> int:
@@ -188,7 +191,7 @@ class PeerMemory:
     @property
     def total_bytes(self) -> int:
         """The device memory that this rank holds."""
-        beside = self.rows.untyped_storage().nbytes() + self._joined.nbytes + self.lists.nbytes
+        beside = self.rows.untyped_storage().nbytes() + self._first.nbytes + self._joined.nbytes + self.lists.nbytes
         return self._regions[self.rank].nbytes + beside
 
 
@@ -235,6 +238,24 @@ def copy_rows(memory: PeerMemory, first: int, num_rows: int) -> torch.Tensor:
     if not 1 <= num_rows <= most or not 0 <= first <= memory.max_rows - num_rows:
         raise ValueError(f"first is {first} for {num_rows} rows; expected at most {most} among {memory.max_rows}")
     return _copied(memory, memory.logits, memory.own_logits.stride(0), memory.rows[:num_rows], memory.width, first)
+
+
+def exchange_first_logits(memory: PeerMemory, num_rows: int) -> torch.Tensor:
+    """``[N, num_rows, GROUP_SIZE]``: the first logits of all ranks, this rank's own in ``memory.own_logits``, where a
+    part is no multiple of ``GROUP_SIZE``. They stay until the next exchange. Raises ValueError for rows that do not
+    fit."""
+    tell_logits(memory)
+    return copy_first_logits(memory, num_rows)
+
+
+def copy_first_logits(memory: PeerMemory, num_rows: int) -> torch.Tensor:
+    """``exchange_first_logits``, once this rank has told the others that its logits are complete."""
+    if not 0 <= num_rows <= len(memory._first):
+        raise ValueError(f"num_rows is {num_rows}; expected at most {len(memory._first)}, 0 of whole groups")
+    rows = memory._first[:num_rows]
+    if num_rows:
+        _copied(memory, memory.logits, memory.own_logits.stride(0), rows, GROUP_SIZE, 0)
+    return rows.view(num_rows, memory.num_ranks, GROUP_SIZE).transpose(0, 1)
 
 
 def exchange_logprobs(memory: PeerMemory, num_rows: int, num_fields: int) -> torch.Tensor:
@@ -289,6 +310,8 @@ def compile_exchanges(region: torch.Tensor, num_ranks: int, max_rows: int, width
         for return_logprob in (True, False):
             exchange_records(memory, SampleOutput.empty(1, region.device, return_logprob), 0, 1)
         exchange_rows(memory, 0, 1)
+        if width % GROUP_SIZE:
+            exchange_first_logits(memory, 1)
         for num_fields in (MAX_FIELDS, MAX_FIELDS - 1):
             exchange_logprobs(memory, 1, num_fields)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -313,13 +313,41 @@ def launch(
 ) -> Launched:
     """One token per row, by launches. logprobs: also those of the tokens; or which ones. Where ranks share the head,
     each draws from its part, in its own way, and they exchange the draws and the logprobs; for truncated batches they
-    exchange whole rows of logits. retry: a draw that fails is tried in another way (``HeadState.step_down``), as
-    other ranks wait for the exchange."""
+    exchange whole rows of logits. A batch that is larger than the memory through which they exchange is drawn in
+    blocks. retry: a draw that fails is tried in another way (``HeadState.step_down``), as other ranks wait for the
+    exchange."""
+    memory, num_rows = None if state.exchange is None else state.exchange.memory, len(hidden)
+    if memory is None or num_rows <= memory.max_rows:
+        return _launch(state, hidden, params, logprobs, retry)
+    blocks = []
+    for start in range(0, num_rows, memory.max_rows):
+        stop = min(start + memory.max_rows, num_rows)
+        wanted = logprobs.rows(start, stop, num_rows) if isinstance(logprobs, WantedLogprobs) else logprobs
+        blocks.append(_launch(state, hidden[start:stop], params.rows(start, stop), wanted, retry))
+    return _joined(blocks)
+
+
+def _joined(blocks: list[Launched]) -> Launched:
+    """The rows of all blocks, in their order."""
+
+    def cat(parts: Sequence[torch.Tensor | None]) -> Any:
+        return torch.cat([part for part in parts if part is not None]) if parts[0] is not None else None
+
+    out = SampleOutput(*map(cat, zip(*(block.out for block in blocks), strict=True)))
+    logprobs = cat([block.logprobs for block in blocks])
+    rest = [block.rest for block in blocks if block.rest is not None]
+    return Launched(out, blocks, logprobs, PackedLogprobs.joined(rest) if rest else None)
+
+
+def _launch(
+    state: HeadState, hidden: torch.Tensor, params: BatchParams, logprobs: bool | WantedLogprobs, retry: bool
+) -> Launched:
+    """``launch`` of one block."""
     exchange = state.exchange
     if isinstance(logprobs, WantedLogprobs):
-        holds: list[Any] = []
-        out, read = _draw_with_logprobs(state, hidden, params, logprobs, holds)
-        return Launched(out, [read, *holds], read.of_tokens, PackedLogprobs.of(read))
+        held: list[Any] = []
+        out, read = _draw_with_logprobs(state, hidden, params, logprobs, held)
+        return Launched(out, [read, *held], read.of_tokens, PackedLogprobs.of(read))
     if exchange is not None and (params.truncation is not None or state.whole_rows):
         scratch: list[Any] = []
 
@@ -336,7 +364,13 @@ def launch(
         except Exception as error:
             if not retry or not state.step_down(error):
                 raise
-    return Launched(drawn) if exchange is None else Launched(exchange.merge(drawn), drawn)
+    if exchange is None:
+        return Launched(drawn)
+    holds: list[Any] = [drawn]
+    if state.straddling is not None:
+        logits = state.logits_of_group(state.straddling, hidden)
+        drawn = state.straddling.complete(drawn, logits, params, holds)
+    return Launched(exchange.merge(drawn), [drawn, *holds])
 
 
 def _draw_with_logprobs(
@@ -357,4 +391,10 @@ def _draw_with_logprobs(
     drawn, found = state.head.draw_with_logprobs(hidden, params, wanted)
     used = state.head.logprob_scratch
     holds.extend((drawn, found, used, None if used is None else used.draw.held))
-    return (drawn, found) if exchange is None else exchange.merge_with_logprobs(drawn, found, wanted)
+    if exchange is None:
+        return drawn, found
+    if state.straddling is not None:
+        logits = state.logits_of_group(state.straddling, hidden)
+        drawn, found = state.straddling.complete_with_logprobs(drawn, found, logits, params, wanted, holds)
+        holds.extend((drawn, found))
+    return exchange.merge_with_logprobs(drawn, found, wanted)

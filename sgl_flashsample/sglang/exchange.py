@@ -5,8 +5,8 @@ The only code that knows of groups of ranks.
 ``Exchange.merge``      each rank has drawn some rows, or all of them from its part of the vocabulary: 20 bytes per row
                         and rank (``kernels/merge_ranks.py``)
 ``Exchange.draw_rows``  each rank has the logits of its part: whole rows go to the ranks, which draw them, and ``merge``
-                        follows. For truncations, which need the whole vocabulary, and for parts that the kernels cannot
-                        draw from.
+                        follows. For truncations, which need the whole vocabulary, and where a rank has no id.
+``first_logits``        before ``merge``, where groups of ids lie on two ranks (``straddling.py``)
 ``..._with_logprobs``   the same two, and the logprobs that were asked for beside those of the tokens, in an exchange
                         more: 12 bytes per likeliest id, row and rank, 4 per given id (``kernels/merge_logprobs.py``)
 
@@ -15,8 +15,8 @@ it is made of the same bytes in the same order. In a step no rank changes what i
 it.
 
 Where the GPUs of a group reach each other's memory, these are kernels (``kernels/peer_memory.py``), which CUDA graphs
-may hold. Elsewhere, and for batches beyond that memory, they are collectives of the group, as for prompts
-(``Exchange.merge_prompt``).
+may hold, for up to ``PeerMemory.max_rows`` rows: ``draw.launch`` draws a larger batch in blocks. Elsewhere they are
+collectives of the group, as for prompts (``Exchange.merge_prompt``).
 """
 
 from __future__ import annotations
@@ -32,7 +32,14 @@ from ..kernels.config import cdiv
 from ..kernels.merge_logprobs import MAX_FIELDS, fields_of
 from ..kernels.merge_ranks import NUM_FIELDS, merge_records, pack_record
 from ..kernels.params import BatchParams, SampleOutput
-from ..kernels.peer_memory import PeerMemory, compile_exchanges, exchange_logprobs, exchange_records, exchange_rows
+from ..kernels.peer_memory import (
+    PeerMemory,
+    compile_exchanges,
+    exchange_first_logits,
+    exchange_logprobs,
+    exchange_records,
+    exchange_rows,
+)
 from ..kernels.rng import GROUP_SIZE
 from ..logprobs import Logprobs, WantedLogprobs, merge_parts
 from .support import is_elastic
@@ -96,7 +103,8 @@ class Exchange:
     """group: SGLang's ``GroupCoordinator`` of the ranks, in the order of their ids. Its collectives are called below
     the operators that SGLang registers for torch.compile: a CPU has no such operators.
 
-    memory: memory that all ranks reach; None before ``connect`` and where there is none.
+    memory: memory that all ranks reach, through which up to ``max_rows`` rows are exchanged at a time; None before
+    ``connect`` and where there is none.
     """
 
     def __init__(self, group: Any) -> None:
@@ -151,16 +159,12 @@ class Exchange:
         if all(RankSync(group).of_all(memory is not None)):
             self.memory = memory
 
-    def memory_for(self, num_rows: int) -> PeerMemory | None:
-        """The memory through which a batch of ``num_rows`` rows is exchanged; None where collectives exchange it."""
-        return self.memory if self.memory is not None and num_rows <= self.memory.max_rows else None
-
     def merge(self, drawn: SampleOutput, first: int = 0, num_rows: int | None = None) -> SampleOutput:
         """The draw from the whole vocabulary, of a batch of ``num_rows`` rows. drawn: this rank's, of the rows from
         ``first`` on, ``no_record`` where it holds no id; as many as the batch has by default."""
         num_rows = drawn.token_ids.shape[0] if num_rows is None else num_rows
-        if (memory := self.memory_for(num_rows)) is not None:
-            return exchange_records(memory, drawn, first, num_rows)
+        if self.memory is not None:
+            return exchange_records(self.memory, drawn, first, num_rows)
         record = pack_record(drawn, first, num_rows)
         records = record.new_empty(self.num_ranks, *record.shape[1:])
         self._group._all_gather_into_tensor(records.view(-1, NUM_FIELDS), record.view(-1, NUM_FIELDS))
@@ -180,7 +184,7 @@ class Exchange:
         num_ids = 0 if wanted.token_ids is None else wanted.token_ids.shape[1]
         parts = lists = None
         if wanted.top or num_ids:
-            memory, num_fields = self.memory_for(num_rows), fields_of(wanted.top, num_ids)
+            memory, num_fields = self.memory, fields_of(wanted.top, num_ids)
             if memory is not None and num_fields <= MAX_FIELDS:
                 lists = memory.lists
                 found.pack(first, num_rows, out=memory.own_logprobs[:num_rows, :num_fields])
@@ -205,8 +209,19 @@ class Exchange:
             merged.store(start, merge_parts(parts, wanted.rows(start, stop, num_rows)))
         return merged
 
+    def first_logits(self, own: torch.Tensor, by_memory: bool = True) -> torch.Tensor:
+        """``[N, B, GROUP_SIZE]``, the logits of the first ids of all ranks. own: those of this rank; not copied where
+        they are in ``memory`` already. by_memory: False for a prompt, which may have more rows than there is memory
+        for."""
+        if self.memory is None or not by_memory:
+            return self._gathered(own)
+        here = self.memory.own_logits[: len(own), :GROUP_SIZE]
+        if here.data_ptr() != own.data_ptr():
+            here.copy_(own)
+        return exchange_first_logits(self.memory, len(own))
+
     def _gathered(self, packed: torch.Tensor) -> torch.Tensor:
-        """``[N, B, F]``, the logprobs that all ranks have packed, by a collective."""
+        """``[N, B, F]``, the rows of all ranks, by a collective."""
         parts = packed.new_empty(self.num_ranks, *packed.shape)
         self._group._all_gather_into_tensor(parts.view(-1, packed.shape[1]), packed)
         return parts
@@ -220,7 +235,7 @@ class Exchange:
         """The draw from the whole vocabulary, ``draw`` giving that of some whole rows (``[R, N * W]``, the padding at
         their end) with their parameters. Each rank calls ``draw`` once, also where there are fewer rows than ranks.
 
-        Logits that are in ``memory_for`` already are not copied there.
+        Logits that are in ``memory`` already are not copied there.
         """
         share = self._share_of(logits)
         drawn = draw(share.rows, params.rows(share.drawn_from, share.drawn_to))
@@ -249,11 +264,11 @@ class Exchange:
         stop = min(start + each, num_rows)
         drawn_from = min(start, num_rows - 1)  # a rank without rows draws a dummy row; its result is dropped
         drawn_to = max(stop, drawn_from + 1)
-        if (memory := self.memory_for(num_rows)) is not None:
-            here = memory.own_logits[:num_rows]
+        if self.memory is not None:
+            here = self.memory.own_logits[:num_rows]
             if here.data_ptr() != logits.data_ptr():
                 here.copy_(logits)
-            rows = exchange_rows(memory, drawn_from, drawn_to - drawn_from)
+            rows = exchange_rows(self.memory, drawn_from, drawn_to - drawn_from)
         else:
             rows = self._gathered_rows(logits, each)[: drawn_to - drawn_from]
         return _Share(rows, start, stop - start, drawn_from, drawn_to)

@@ -17,18 +17,20 @@ from ..kernels.params import BatchParams, LMHead, SampleOutput
 from ..kernels.rng import GROUP_SIZE
 from ..kinds import BatchKind, SamplingPath
 from ..logprobs import Logprobs, WantedLogprobs, merge_parts
+from ..paths import compute_logits, gemm_dtype
 from ..screen import Screen
 from ..screen_race import GraphStopwatch, Stopwatch
 from ..selfcheck import MAX_COMPILED_ROWS, compare_rows_with_reference
 from ..tables.lookup import ResolvedTable
 from . import quantised, support
 from .batch import DrawKind
-from .exchange import Exchange
+from .exchange import MAX_PROMPT_ROWS, Exchange
 from .logits_graphs import LogitsGraphs
 from .logprobs import AskedLogprobs, LogprobInputs
 from .metrics import DeviceCounters
 from .screen_lifecycle import HeadScreen
 from .step_graphs import RETRY_SECONDS, Capture, CudaCapture, StepCounts, StepGraphs
+from .straddling import Straddling
 
 logger = logging.getLogger("sgl_flashsample")
 
@@ -50,9 +52,11 @@ class HeadState:
 
     SGLang may change either after the start (a new weight tensor, a logit scale set late): ``update`` follows.
 
-    head: this rank's part, as of the last ``update``; it has a screen while that serves. exchange: the exchange with
-    the ranks that hold the rest; None where the head is whole. whole_rows: the kernels cannot draw from the parts of
-    these ranks, so every batch is exchanged as whole rows of logits. table_file: the tuned table of ``head``, or None.
+    part: this rank's part of the LM head, as of the last ``update``. head: draws from it, or, with ``straddling``, from
+    the groups of ids that lie on it alone; it has a screen while that serves. exchange: the exchange with the ranks
+    that hold the rest; None where the head is whole. straddling: of groups of ids that lie on two ranks; None where
+    none does. whole_rows: a rank has no id, or no whole group of ids, so every batch is exchanged as whole rows of
+    logits. table_file: the tuned table of ``head``, or None.
     unraced: how ``head`` has no tuned table that knows its screen, until that is raced. screen_decision: the result of
     that race, in words, or None.
     path: the path that every batch takes after a failure. screen: the life of the screen, where the head has one.
@@ -94,6 +98,7 @@ class HeadState:
         self._seen_scale: Any = None
         # ``[V]``, of a head with one scale for all rows. It stays where it is: CUDA graphs of SGLang's may read it.
         self._copied_scale: torch.Tensor | None = None
+        self.straddling: Straddling | None = None
         self.head = Head(self._current_head(), announces_changes=True)
         self.table_file: str | None = None
         self.unraced: ResolvedTable | None = None
@@ -108,6 +113,7 @@ class HeadState:
             table, head.screen = head.table, None
             self.drop_graphs()
             head.replace(self._current_head())
+            self._reserve_straddling(head.max_rows)
             self._logprob_inputs = None
             if head.table is not table:
                 self.table_file = None
@@ -126,12 +132,21 @@ class HeadState:
             self.rows = RowBuffers.allocate(rows, head.lm_head.weight.device)
             if self.exchange is not None:
                 head.reserve_rows(cdiv(rows, self.exchange.num_ranks), self.processor.vocab_size)
+            self._reserve_straddling(rows)
         # ``head.lm_head`` would look for another weight again.
         serving = None if self.screen is None else self.screen.serving(head.lm_head)
         if serving is not head.screen:
             # A pause begins or ends: the graphs of before wait for the next time.
             (screen, graphs), self._waiting = self._waiting, (head.screen, self.graphs)
             head.screen, self.graphs = serving, graphs if screen is serving else None
+
+    def _reserve_straddling(self, max_rows: int) -> None:
+        """Scratch for groups that straddle, and for the logits of the whole part: a rank that finds no memory in a step
+        would leave the others alone."""
+        if self.straddling is not None and max_rows:
+            self.straddling.reserve(max_rows)
+            assert self.straddling.scratch is not None
+            self.straddling.scratch.workspace.gemm(max_rows, len(self.part.weight), gemm_dtype(self.part))
 
     def wanted(self, asked: AskedLogprobs, num_rows: int) -> WantedLogprobs:
         """The logprobs that a step of ``num_rows`` rows, padding included, asks the head for, with scratch for them:
@@ -177,6 +192,7 @@ class HeadState:
         screen_bytes = 0 if screen is None else screen.num_bytes
         memory = None if self.exchange is None else self.exchange.memory
         exchanged_bytes = 0 if memory is None else memory.total_bytes
+        exchanged_bytes += 0 if self.straddling is None else self.straddling.num_bytes
         captured = [graphs for graphs in (self.graphs, self._logits_graphs) if graphs is not None]
         return {
             "vocab_size": self.processor.vocab_size,
@@ -278,17 +294,20 @@ class HeadState:
             options |= {"scale": scale, "hidden_dtype": hidden_dtype, "logits_dtype": hidden_dtype}
         rank, num_ranks = (0, 1) if self.exchange is None else (self.exchange.rank, self.exchange.num_ranks)
         width, vocab_size = weight.shape[0], processor.vocab_size
-        # Ranks agree on this: all of them have weights of this width.
-        self.whole_rows = num_ranks > 1 and (width % GROUP_SIZE != 0 or vocab_size <= (num_ranks - 1) * width)
-        if self.whole_rows:
-            return LMHead(weight, **options)
-        head = LMHead.of_rank(weight, rank, num_ranks, vocab_size, **options)
-        assert head is not None  # else whole_rows
-        return head
+        # Ranks agree on the following: all of them have weights of this width.
+        if num_ranks > 1 and width % GROUP_SIZE:
+            self.part = LMHead(weight, **options)
+            self.straddling = Straddling.of_rank(self.part, rank, num_ranks, vocab_size)
+            self.whole_rows = self.straddling is None
+            return self.part if self.straddling is None else self.straddling.whole_groups
+        self.whole_rows = num_ranks > 1 and vocab_size <= (num_ranks - 1) * width
+        head = None if self.whole_rows else LMHead.of_rank(weight, rank, num_ranks, vocab_size, **options)
+        self.part = LMHead(weight, **options) if head is None else head
+        return self.part
 
     @property
     def _copies_scale(self) -> bool:
-        return self._copied_scale is not None and self.head.lm_head.scale is self._copied_scale
+        return self._copied_scale is not None and self.part.scale is self._copied_scale
 
     def _copy_scale(self, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         """The scale of all rows of ``weight``, ``[1]``, once for each row."""
@@ -301,7 +320,7 @@ class HeadState:
         """Why this rank cannot draw whole rows, in batches of up to ``max_rows`` rows; None where it can. Also compiles
         the kernels of the exchange: a rank that fails at that must not have begun to exchange."""
         assert self.exchange is not None
-        head, num_ranks = self.head.lm_head, self.exchange.num_ranks
+        head, num_ranks = self.part, self.exchange.num_ranks
         device = head.weight.device
         for return_logprob in (True, False):
             nothing = no_record(1, device, return_logprob)
@@ -312,26 +331,35 @@ class HeadState:
             greedy = BatchParams(torch.zeros(1, device=device), zero[0], zero[0])
             hidden = torch.zeros(1, head.weight.shape[1], dtype=head.hidden_dtype, device=device)
             for one in (WantedLogprobs(token_ids=zero), wanted):  # ids alone have a kernel of their own
-                _, found = self.head.draw_with_logprobs(hidden, greedy, one)
+                drawn, found = self.head.draw_with_logprobs(hidden, greedy, one)
+            if self.straddling is not None and found is not None:
+                straddling = self.straddling.with_scratch(1)
+                logits = torch.zeros(1, GROUP_SIZE, dtype=gemm_dtype(head), device=device)
+                for return_logprob in (True, False):
+                    straddling.complete(no_record(1, device, return_logprob), logits, greedy, [])
+                straddling.complete_with_logprobs(drawn, found, logits, greedy, wanted, [])
         found = Logprobs.empty(wanted, 1, device) if found is None else found
         merge_parts(found.pack()[None], wanted, found.of_tokens)
-        return compare_rows_with_reference(
-            self.processor.vocab_size,
-            num_ranks * head.weight.shape[0],
-            head.rounding,
-            device,
-            cdiv(max_rows, num_ranks),
-            logit_scale=head.logit_scale,
-            softcap=head.softcap,
-            bool_masks=bool_masks,
+        # Whole rows of this vocabulary, and groups that straddle.
+        read = [(self.processor.vocab_size, num_ranks * head.weight.shape[0], cdiv(max_rows, num_ranks))]
+        read += [] if self.straddling is None else [(GROUP_SIZE, GROUP_SIZE, max_rows)]
+        faults = (
+            compare_rows_with_reference(
+                *(vocab_size, width, head.rounding, device, num_rows),
+                logit_scale=head.logit_scale,
+                softcap=head.softcap,
+                bool_masks=bool_masks,
+            )
+            for vocab_size, width, num_rows in read
         )
+        return next(filter(None, faults), None)
 
     def check_exchange(self) -> str | None:
         """Connect with the other ranks and exchange known draws; returns what was wrong, or None. Every rank calls it,
         before any step: the first exchange connects ranks and reserves memory."""
         if self.exchange is None:
             return None
-        lm_head, num_ranks = self.head.lm_head, self.exchange.num_ranks
+        lm_head, num_ranks = self.part, self.exchange.num_ranks
         device = lm_head.weight.device
         max_rows = MAX_COMPILED_ROWS if device.type == "cuda" else 2 * num_ranks
         self.update(max_rows)
@@ -350,7 +378,7 @@ class HeadState:
     def _exchanges_right(self, num_rows: int, return_logprob: bool) -> bool:
         """A batch of one-hot logits, each rank with its part, gives the known tokens."""
         assert self.exchange is not None
-        lm_head = self.head.lm_head
+        lm_head = self.part
         device, width = lm_head.weight.device, lm_head.weight.shape[0]
         row = torch.arange(num_rows, device=device)
         expected = row * 7919 % self.processor.vocab_size
@@ -371,18 +399,66 @@ class HeadState:
             differs = (found.of_tokens - found.of_ids[:, 0]).abs()
             likeliest = [found.top.token_ids[:, 0] == expected, differs < 1e-3]
         if not self.whole_rows:
-            scores, place = logits.float().max(dim=1)
-            output = SampleOutput.empty(num_rows, device, return_logprob)._replace(scores=scores)
-            drawn.append(self.exchange.merge(output._replace(token_ids=place + lm_head.vocab_start)))
+            drawn.append(self.exchange.merge(self._largest(logits, greedy, return_logprob)))
         return all(torch.equal(out.token_ids, expected) for out in drawn) and all(bool(one.all()) for one in likeliest)
+
+    def _largest(self, logits: torch.Tensor, greedy: BatchParams, return_logprob: bool) -> SampleOutput:
+        """The greedy draw from ``[B, W]`` logits of this rank's part."""
+        assert self.exchange is not None
+        straddling, start, first = self.straddling, self.exchange.rank * len(self.part.weight), 0
+        inside = logits
+        if straddling is not None:
+            whole = straddling.whole_groups
+            first = whole.vocab_start - start
+            inside = logits[:, first : first + len(whole.weight)]
+        scores, place = inside.float().max(dim=1)
+        output = SampleOutput.empty(len(logits), logits.device, return_logprob)
+        output = output._replace(scores=scores, token_ids=place + start + first)
+        if straddling is None:
+            return output
+        received = self.exchange.first_logits(logits[:, :GROUP_SIZE].contiguous())
+        if straddling.last is None:
+            return output
+        last = logits[:, logits.shape[1] - len(straddling.last.weight) :]
+        return straddling.complete(output, straddling.group_of(last, received), greedy, [])
 
     def logits_of_shard(self, hidden: torch.Tensor) -> torch.Tensor:
         """``[B, W]``: the logits of this rank's GEMM, rounded as the model's own; in memory that the other ranks can
         read, if there is such memory."""
         assert self.exchange is not None
-        memory = self.exchange.memory_for(hidden.shape[0])
-        shared = None if memory is None else memory.own_logits[: hidden.shape[0]]
-        return self.head.logits(hidden, out=shared)
+        memory, num_rows = self.exchange.memory, len(hidden)
+        shared = None if memory is None else memory.own_logits[:num_rows]
+        if self.straddling is None:
+            return self.head.logits(hidden, out=shared)
+        assert self.straddling.scratch is not None
+        return compute_logits(hidden, self.part, self.straddling.scratch.workspace, out=shared)
+
+    def logits_of_group(self, straddling: Straddling, hidden: torch.Tensor) -> torch.Tensor | None:
+        """``[B, GROUP_SIZE]``: the logits of the group of ids that begins on this rank and ends on the next; None
+        without one. An exchange: every rank calls it, where groups straddle."""
+        assert self.exchange is not None
+        memory = self.exchange.memory
+        shared = None if memory is None else memory.own_logits[: len(hidden), :GROUP_SIZE]
+        received = self.exchange.first_logits(straddling.logits_of_first(hidden, shared))
+        return straddling.logits_of_group(hidden, received)
+
+    def logprobs_of_prompt(self, hidden: torch.Tensor, token_ids: torch.Tensor, wanted: WantedLogprobs) -> Logprobs:
+        """``Head.logprobs_of`` the whole vocabulary: of all ranks that share the head, each of which calls it."""
+        found = self.head.logprobs_of(hidden, token_ids, wanted)
+        if self.exchange is None:
+            return found
+        num_rows = len(hidden)
+        # Scratch of this call alone: a prompt must not leave behind what a step of decoding never needs.
+        straddling = self.straddling and self.straddling.with_scratch(min(num_rows, MAX_PROMPT_ROWS))
+        for start in range(0, 0 if straddling is None else num_rows, MAX_PROMPT_ROWS):
+            assert straddling is not None
+            stop = min(start + MAX_PROMPT_ROWS, num_rows)
+            some = hidden[start:stop]
+            received = self.exchange.first_logits(straddling.logits_of_first(some), by_memory=False)
+            logits = straddling.logits_of_group(some, received)
+            beside = token_ids[start:stop], wanted.rows(start, stop, num_rows)
+            found.store(start, straddling.complete_prompt(found.rows(start, stop), logits, *beside))
+        return self.exchange.merge_prompt(found, wanted)
 
     def sample_rows(self, logits: torch.Tensor, params: BatchParams, return_logprob: bool) -> SampleOutput:
         """The draw from whole rows of logits, ``[R, N * W]``, on this rank alone."""
@@ -421,7 +497,7 @@ class HeadState:
         """
         if not self.use_step_graphs:
             return None
-        if self.exchange is not None and self.exchange.memory_for(num_rows) is None:
+        if self.exchange is not None and self.exchange.memory is None:
             return None
         head = self.head
         by_flashinfer = kind.distribution_only and head.table.flashinfer

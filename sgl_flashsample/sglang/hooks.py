@@ -294,6 +294,7 @@ def install_prompt_hooks(runtime: Runtime) -> None:
         (hooks.prepare_for_extend, HookType.AFTER),
     ]
     reason = "; ".join(reasons) or apply_hooks(dict(zip(targets, functions, strict=True)))
+    runtime.reads_prompts = reason is None
     if reason is not None:
         logger.warning("flashsample: prefills that return logprobs of the prompt are SGLang's: %s", reason)
 
@@ -308,6 +309,7 @@ def install_arrival_hook(runtime: Runtime) -> None:
 
     reason = versions.unsupported_target(ARRIVAL_TARGET, ("self", "req"))
     reason = reason or apply_hooks({ARRIVAL_TARGET: (number, HookType.BEFORE)})
+    runtime.numbers_arrivals = reason is None
     if reason is not None:
         logger.warning(
             "flashsample: requests are numbered when they are first scheduled, not when they arrive; after an abort, "

@@ -131,6 +131,16 @@ class PackedLogprobs(NamedTuple):
         packed = torch.cat(data) if data else torch.empty(0, dtype=torch.uint8, device=read.of_tokens.device)
         return cls(packed, rows, width, 0 if of_ids is None else of_ids.shape[1])
 
+    @classmethod
+    def joined(cls, blocks: Sequence[PackedLogprobs]) -> PackedLogprobs:
+        """The values of all rows of some blocks of a step, in their order."""
+        parts = [
+            part.reshape(-1).view(torch.uint8)
+            for same in zip(*(b.parts() for b in blocks), strict=True)
+            for part in same
+        ]
+        return cls(torch.cat(parts), sum(block.rows for block in blocks), blocks[0].top, blocks[0].ids)
+
     def select(self, rows: torch.Tensor) -> PackedLogprobs:
         """The values of these rows, ``[R]`` int64."""
         data = torch.cat([part[rows].reshape(-1).view(torch.uint8) for part in self.parts() if len(part)])

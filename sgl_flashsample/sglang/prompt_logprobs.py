@@ -145,8 +145,7 @@ class PromptHooks:
     ) -> Logprobs:
         """``Head.logprobs_of`` all ranks that share the head. Raises RankError after a failure of one of several."""
         try:
-            logprobs = state.head.logprobs_of(hidden, targets, wanted)
-            return logprobs if state.exchange is None else state.exchange.merge_prompt(logprobs, wanted)
+            return state.logprobs_of_prompt(hidden, targets, wanted)
         except Exception as error:
             if state.exchange is not None:
                 self.runtime.stay_with_ranks(f"{type(error).__name__}: {error}")
@@ -154,7 +153,9 @@ class PromptHooks:
 
     def _stop(self, error: Exception) -> None:
         """Leave the logprobs of prompts to SGLang, after a failure: until restart, or for a while where memory was
-        missing."""
+        missing. Raises RankError."""
+        if not isinstance(error, AttributeError):  # a missing attribute is the same on all ranks
+            self.runtime.stay_with_ranks(f"logprobs of a prompt: {type(error).__name__}: {error}")
         out_of_memory = isinstance(error, torch.OutOfMemoryError)
         self._off_until = time.monotonic() + RETRY_SECONDS if out_of_memory else float("inf")
         logger.warning(
@@ -170,7 +171,7 @@ class PromptHooks:
         try:
             if self._drops_stored and batch.return_logprob and batch.extend_input_logprob_token_ids is not None:
                 drop_stored(batch)
-        except Exception as error:  # SGLang then computes what it drops
+        except Exception as error:  # SGLang then computes what it drops; ranks have the same batch in host memory
             self._drops_stored = False
             logger.warning(
                 "flashsample: from this batch on until restart, prefills after a retraction compute logprobs that "

@@ -90,7 +90,8 @@ class Runtime:
     Reasons in words, None while there is none: inactive_reason, why nothing is fused; no_mixing_reason, why batches in
     which some rows need SGLang's sampler are not fused; no_grammars_reason, why rows with a grammar are not fused;
     no_screen_reason, why no head has a screen. weights_settled: no change of the weights is under way. prepares_steps:
-    CUDA graphs of steps are captured while SGLang has nothing to do.
+    CUDA graphs of steps are captured while SGLang has nothing to do. reads_prompts, numbers_arrivals: the hooks of
+    prompt logprobs and of arrivals are in place.
 
     Ranks that share a head make the same batches and decide all of this alike, at the start (``agree``,
     ``prepare_model``); from then on none changes it (``RankError``).
@@ -112,6 +113,7 @@ class Runtime:
         self._idle_reads: int | None = 0  # reads of device counters that are left; None after a failure
         self.weights_settled = True
         self.prepares_steps = False  # once it is known that every change of weights is announced
+        self.reads_prompts = self.numbers_arrivals = False
         self._screens_outdated = False
         self._heads: dict[tuple[int, int], HeadState | None] = {}
         self._extra_root: ExtraRoot | None = None
@@ -135,7 +137,9 @@ class Runtime:
         except Exception as error:  # an SGLang whose ranks we cannot find, on each of them
             self.inactive_reason = self.inactive_reason or f"this server's ranks cannot be found ({error})"
             return self._update_gauge()
-        answers = self._ranks.of_all([self.inactive_reason, self.settings.seed, self.settings.shared])
+        # A rank without a hook computes with SGLang what the others exchange.
+        in_place = {"hooks of prompts": self.reads_prompts, "the hook of arrivals": self.numbers_arrivals}
+        answers = self._ranks.of_all([self.inactive_reason, self.settings.seed, self.settings.shared | in_place])
         self.settings.seed = answers[0][1]
         differing = (
             f"the ranks differ: {name} is {first!r} on rank 0 and {other[name]!r} on rank {rank}"

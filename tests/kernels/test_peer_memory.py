@@ -16,6 +16,7 @@ from sgl_flashsample.kernels.peer_memory import (
     compile_exchanges,
     copy_logprobs,
     copy_rows,
+    exchange_first_logits,
     exchange_logprobs,
     exchange_records,
     exchange_rows,
@@ -107,6 +108,24 @@ def test_logprobs_of_all_ranks_are_joined_beside_their_logits(device, num_ranks,
         assert view(memory, other, memory.logits_flags, (num_ranks,), torch.int64)[rank] == 2
 
 
+@pytest.mark.parametrize("num_ranks, rank", [(2, 1), (16, 5)])
+def test_first_logits_of_all_ranks_are_joined(device, num_ranks, rank):
+    memory = make_memory(device, num_ranks, rank, width=40)
+    parts = torch.randn(num_ranks, MAX_ROWS, 40, device=device)
+    for other in range(num_ranks):
+        view(memory, other, memory.logits, (MAX_ROWS, 48), torch.float32)[:, :40] = parts[other]
+        view(memory, rank, memory.logits_flags, (num_ranks,), torch.int64)[other] = 1
+    assert torch.equal(exchange_first_logits(memory, 5), parts[:, :5, :16])
+    for other in range(num_ranks):
+        assert view(memory, other, memory.logits_flags, (num_ranks,), torch.int64)[rank] == 1
+
+
+@pytest.mark.parametrize("width, most", [(40, MAX_ROWS), (48, 0)])
+def test_first_logits_of_more_rows_or_of_whole_groups_are_refused_by_name(device, width, most):
+    with pytest.raises(ValueError, match=f"num_rows is {most + 1}; expected at most {most}"):
+        exchange_first_logits(make_memory(device, 2, 0, width), most + 1)
+
+
 @pytest.mark.parametrize("num_rows, num_fields", [(MAX_ROWS + 1, 5), (3, MAX_FIELDS + 1), (3, 0)])
 def test_logprobs_that_do_not_fit_are_refused_by_name(device, num_rows, num_fields):
     with pytest.raises(ValueError, match=f"{num_rows} rows of {num_fields} fields; expected at most 70 rows of"):
@@ -115,10 +134,10 @@ def test_logprobs_that_do_not_fit_are_refused_by_name(device, num_rows, num_fiel
 
 def test_compiling_what_ranks_exchange_with_exchanges_nothing(device):
     """A rank that fails at it must not have begun: the others would wait."""
-    memory = make_memory(device, 2, 0)
-    region = memory._regions[0]
-    compile_exchanges(region, 2, MAX_ROWS, 48, torch.float32)
-    assert not region.any()
+    for width in (48, 40):
+        region = make_memory(device, 2, 0, width)._regions[0]
+        compile_exchanges(region, 2, MAX_ROWS, width, torch.float32)
+        assert not region.any()
 
 
 @pytest.mark.parametrize("first, num_rows", [(-1, 3), (1, 3), (0, MAX_ROWS + 1)])

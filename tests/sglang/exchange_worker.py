@@ -19,6 +19,7 @@ import conftest  # noqa: F401  the interpreter's patches
 import torch
 from head_states import Processor, make_head
 from kernel_cases import KINDS, Case, make_case
+from rank_group import sleep_while_waiting
 
 from sgl_flashsample import Head, Logprobs, WantedLogprobs, sample
 from sgl_flashsample.kernels.params import BatchParams, SampleOutput
@@ -122,8 +123,8 @@ def answers_in_group(exchange: Exchange, case: Case, multiple: int, folder: Path
         found.append(as_answer(launched.out.token_ids, launched.logprobs, ids, logprobs, of_ids))
     prompt = None
     if folder is None and not state.whole_rows:
-        merged = exchange.merge_prompt(prompt_of(case, state.head), wanted_of(case))
-        prompt = as_answer(wanted_of(case).token_ids[:, 0], *values_of(merged))
+        tokens = wanted_of(case).token_ids[:, 0].contiguous()
+        prompt = as_answer(tokens, *values_of(state.logprobs_of_prompt(case.hidden, tokens, wanted_of(case))))
     return Answers(drawn, found, prompt)
 
 
@@ -154,6 +155,7 @@ def main(rank: int, num_ranks: int, port: int, folder: Path) -> None:
     said = RankSync(get_world_group()).of_all(
         {"rank": rank, "words": ["word"] * rank, "none": None, "large": 2**63 - 1}
     )
+    sleep_while_waiting()
     exchange = Exchange(get_world_group())
     drawn = {
         f"{name}, parts of a multiple of {multiple}, {'by memory' if shared else 'by collectives'}": answers_in_group(

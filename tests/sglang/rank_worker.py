@@ -9,9 +9,11 @@ They exchange through memory that both reach, files in FOLDER; by collectives wh
 from __future__ import annotations
 
 import contextlib
+import datetime
 import json
 import os
 import sys
+import tempfile
 import traceback
 import types
 from collections.abc import Callable, Iterator
@@ -34,6 +36,7 @@ from head_states import (
     step_of,
     weights,
 )
+from rank_group import Group, sleep_while_waiting
 
 CONFIG, contents = pretended_sglang()
 MODULES = {name: types.ModuleType(name) for name in contents}
@@ -41,29 +44,31 @@ for name, attributes in contents.items():
     vars(MODULES[name]).update(attributes)
 sys.modules.update(MODULES)
 
-from sgl_flashsample import paths, screen, screen_race, selfcheck  # noqa: E402
+from sgl_flashsample import WantedLogprobs, paths, screen, screen_race, selfcheck  # noqa: E402
 from sgl_flashsample.head import Head  # noqa: E402
 from sgl_flashsample.kernels.merge_ranks import merge_records  # noqa: E402
 from sgl_flashsample.sglang import exchange, head, runtime, settings, support  # noqa: E402
 from sgl_flashsample.sglang.draw import draw  # noqa: E402
 from sgl_flashsample.sglang.head import HeadState  # noqa: E402
 from sgl_flashsample.sglang.lazy_logits import LazyLogits  # noqa: E402
+from sgl_flashsample.sglang.logprobs import AskedLogprobs  # noqa: E402
+from sgl_flashsample.sglang.prompt_logprobs import PromptHooks  # noqa: E402
 from sgl_flashsample.sglang.runtime import Runtime  # noqa: E402
 from sgl_flashsample.sglang.screen_lifecycle import ScreenMode  # noqa: E402
+from sgl_flashsample.switches import FILE_VARIABLE  # noqa: E402
 
+SECONDS = 20.0  # that a rank may wait for the other one
 WIDTH = 320  # ids per rank: the last 40 of the second one are padding
-ODD_WIDTH = 312  # no multiple of 16: kernels cannot draw from such parts
+ODD_WIDTH = 312  # no multiple of 16: a group of ids lies on both ranks
 
 
-class Group:
-    """What SGLang's GroupCoordinator is to us, of all ranks."""
+class SharingGroup(Group):
+    """A group that may exchange through memory. folder: of that memory; "" where there is none."""
 
-    device = CPU
     device_group = types.SimpleNamespace(group_name="ranks")
 
     def __init__(self, folder: str) -> None:
-        self.rank_in_group, self.world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
-        self.cpu_group = torch.distributed.group.WORLD
+        super().__init__()
         # As SGLang's, where GPUs reach each other.
         self.ca_comm = types.SimpleNamespace(disabled=False, graph_params=None) if folder else None
         self.regions: list[torch.Tensor] = []
@@ -77,12 +82,6 @@ class Group:
 
     def rendezvous(self, region: torch.Tensor, name: str) -> Any:
         return types.SimpleNamespace(get_buffer=lambda rank, shape, dtype: self.regions[rank])
-
-    def _all_to_all_single(self, output: torch.Tensor, tensor: torch.Tensor) -> None:
-        torch.distributed.all_to_all_single(output, tensor)
-
-    def _all_gather_into_tensor(self, output: torch.Tensor, tensor: torch.Tensor) -> None:
-        torch.distributed.all_gather_into_tensor(output, tensor)
 
 
 def fails(*arguments: Any, **options: Any) -> Any:
@@ -125,16 +124,33 @@ def unmeasured_collectives() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def lost_draws(*paths: str) -> Iterator[None]:
+def lost_draws(*paths: str, error: type[Exception] = RuntimeError) -> Iterator[None]:
     """Draws from the part of a rank fail on these paths; without any, on all of them."""
     of_head = Head.draw
 
     def failing(*arguments: Any, **options: Any) -> Any:
         if not paths or str(options["path"] or "fused") in paths:
-            raise RuntimeError("a fault")
+            raise error("a fault")
         return of_head(*arguments, **options)
 
     with mock.patch.object(Head, "draw", failing):
+        yield
+
+
+@contextlib.contextmanager
+def broken_table() -> Iterator[None]:
+    """The user's table is no table."""
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+        file.write("{}")
+        file.flush()
+        with mock.patch.dict(os.environ, {FILE_VARIABLE: file.name}):
+            yield
+
+
+@contextlib.contextmanager
+def lost_memory() -> Iterator[None]:
+    """This rank cannot open the memory of the others."""
+    with mock.patch.object(sys.modules["torch.distributed._symmetric_memory"], "rendezvous", fails):
         yield
 
 
@@ -143,6 +159,8 @@ STARTING: dict[str, Callable[[], Any]] = {
     "none": contextlib.nullcontext,
     "an unknown version": patched(settings, "sglang_version", lambda: "9.9.9"),
     "another setting": original_logprobs,
+    "a hook that is missing": contextlib.nullcontext,  # ``serve`` says so
+    "no hook of prompts": contextlib.nullcontext,
     "no configuration": patched(support, "unsupported_server"),
     "no models": patched(runtime, "heads_of"),
     "a head that is not served": patched(support, "unsupported_head", lambda *arguments: "a fault"),
@@ -151,7 +169,11 @@ STARTING: dict[str, Callable[[], Any]] = {
     "no memory for a workspace": patched(Head, "grow", out_of_memory),
     "a wrong exchange": patched(exchange, "merge_records", wrong_merge),
     "collectives alone": unmeasured_collectives,
+    "no kernels for an exchange": patched(head, "merge_parts"),
+    "a trial that fails": patched(HeadState, "check_exchange", out_of_memory),
+    "a broken table": broken_table,
     "no memory for an exchange": patched(exchange, "_symmetric_memory", out_of_memory),
+    "memory that cannot be opened": lost_memory,
     "no memory for a screen": patched(screen.Screen, "__init__", out_of_memory),
 }
 # Times of the built-in choice and of the screened path on both ranks, where these race. None: the race fails.
@@ -164,6 +186,9 @@ DRAWING: dict[str, Callable[[], Any]] = {
     "the screened path fails": patched(paths, "screened_sample"),
     "the fused path fails": lambda: lost_draws("fused"),
     "no way to draw": lost_draws,
+    "no memory for the fused path": lambda: lost_draws("fused", error=torch.OutOfMemoryError),
+    "no logprobs": patched(Head, "draw_with_logprobs"),
+    "no memory for a prompt": patched(Head, "logprobs_of", out_of_memory),
     "no memory for logits": patched(HeadState, "logits_of_shard", out_of_memory),
     "rows cannot be drawn": patched(HeadState, "sample_rows"),
 }
@@ -190,7 +215,8 @@ def serve(fault: str, rank: int) -> dict[str, Any]:
     raced = fault in RACES
     struck = STARTING[fault]() if strikes and fault in STARTING else contextlib.nullcontext()
     with struck, races(RACES[fault][rank]) if raced else contextlib.nullcontext():
-        server = Runtime(None)
+        server = Runtime("a hook did not land" if strikes and fault == "a hook that is missing" else None)
+        server.reads_prompts = not (strikes and fault == "no hook of prompts")
         server.agree()
         server.screen_mode = ScreenMode.AUTO if raced else ScreenMode.ON
         odd = fault == "an odd width"
@@ -209,6 +235,7 @@ def serve(fault: str, rank: int) -> dict[str, Any]:
     with DRAWING[fault]() if strikes and fault in DRAWING else contextlib.nullcontext():
         try:
             told["tokens"] = draw_all(state)
+            told["logprobs"] = read_all(server, state)
         except Exception as error:  # as the sampler does
             server.disable(f"{type(error).__name__}: {error}")
     return told | {"screen": state.has_screen, "path": state.path, "gathered": [logits.shape for logits in gathered]}
@@ -222,10 +249,25 @@ def draw_all(state: HeadState) -> list[list[int]]:
     ]
 
 
+def read_all(server: Runtime, state: HeadState) -> list[list[float]]:
+    """The logprobs of the likeliest ids of a step, and of the tokens of a prompt, to 3 digits."""
+    batch, _ = rank_batches()[0]
+    lazy = LazyLogits(hidden_states(CPU, RANK_ROWS), VOCAB, state, fails)
+    asked = AskedLogprobs.of((), [2] * RANK_ROWS, None, False)
+    drawn = draw(lazy, step_of(batch, torch.arange(RANK_ROWS), None, True, asked=asked))
+    targets, wanted = torch.arange(RANK_ROWS) * (VOCAB // RANK_ROWS), WantedLogprobs()
+    prompt = PromptHooks(server)._logprobs_of(state, lazy.hidden, targets, wanted)
+    return [[round(value, 3) for value in one.flatten().tolist()] for one in (drawn.rest.parts()[1], prompt.of_tokens)]
+
+
 def main(rank: int, port: int, folder: str, faults: list[str]) -> None:
     store = torch.distributed.TCPStore("127.0.0.1", port, 2, rank == 0)
-    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=2)
-    group = Group(folder)
+    # A rank that waits for longer has been left alone.
+    torch.distributed.init_process_group(
+        "gloo", store=store, rank=rank, world_size=2, timeout=datetime.timedelta(seconds=SECONDS)
+    )
+    sleep_while_waiting()
+    group = SharingGroup(folder)
     exchange._symmetric_memory = group.reserve
     sys.modules["torch.distributed._symmetric_memory"] = types.SimpleNamespace(rendezvous=group.rendezvous)
     torch.cuda.synchronize = lambda: None

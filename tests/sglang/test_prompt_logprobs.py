@@ -18,7 +18,7 @@ from sglang_batches import make_samplers
 
 from sgl_flashsample import Head, LMHead, Logprobs, WantedLogprobs, paths
 from sgl_flashsample.logprobs import merge_parts
-from sgl_flashsample.sglang import hooks, versions
+from sgl_flashsample.sglang import hooks, prompt_logprobs, versions
 from sgl_flashsample.sglang.head import HeadState
 from sgl_flashsample.sglang.lazy_logits import LazyLogits
 from sgl_flashsample.sglang.prompt_logprobs import MAX_GIVEN_VALUES, PromptHooks
@@ -402,6 +402,22 @@ def test_a_rank_that_fails_at_a_prompt_ends_instead_of_leaving_the_others_alone(
     first_of_two.exchange.fails = True
     with pytest.raises(RankError, match=r"sampling failed on rank 0 .*: OutOfMemoryError: no memory"):
         read(prompts, Prefill(first_of_two, [Part(4, 0)]))
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, AttributeError])
+def test_a_rank_that_fails_before_the_exchange_ends_unless_all_fail_alike(prompts, first_of_two, monkeypatch, error):
+    """It would wait for the others in SGLang's gather. A missing attribute of SGLang's is missing on all ranks."""
+
+    def fails(*arguments: object) -> None:
+        raise error("a fault")
+
+    monkeypatch.setattr(prompt_logprobs, "wanted_of", fails)
+    prefill = Prefill(first_of_two, [Part(4, 0)])
+    if error is AttributeError:
+        assert read(prompts, prefill) is STOCK
+        return
+    with pytest.raises(RankError, match=r"rank 0 .*: logprobs of a prompt: OutOfMemoryError: a fault"):
+        read(prompts, prefill)
 
 
 def test_a_capture_of_the_model_is_sglangs(prompts, state, script, pretend_gpu):

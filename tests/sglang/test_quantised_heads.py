@@ -126,6 +126,25 @@ def test_a_rank_has_the_scales_of_its_rows(device):
     assert torch.equal(state.head.lm_head.scale, scale[304:, 0])
 
 
+@pytest.mark.parametrize("scales", ["one for each row", "one"])
+def test_a_rank_whose_part_ends_within_a_group_has_the_scales_of_its_whole_groups_and_follows_them(device, scales):
+    """Ids 300 to 599 are its part: the group of 288 to 303 is the rank's before."""
+    weight, scale = tensors(device)
+    scale = scale[300:600].contiguous() if scales == "one for each row" else scale[:1].clone()
+    lm_head = QuantisedHead(weight[300:600], scale)
+    exchange = Exchange(types.SimpleNamespace(rank_in_group=1, world_size=2))
+    state = HeadState(Processor(vocab_size=600), lm_head, exchange=exchange)
+    head = state.head.lm_head
+    assert head.vocab_start == 304 and not state.whole_rows
+    assert torch.equal(head.scale, scale[4:, 0] if len(scale) > 1 else scale[0].expand(296))
+    lm_head.weight_scale.data.mul_(2)
+    state.weights_change()
+    state.update(1)
+    assert torch.equal(
+        state.head.lm_head.scale, lm_head.weight_scale[4:, 0] if len(scale) > 1 else scale[0].expand(296)
+    )
+
+
 # Refusals.
 
 

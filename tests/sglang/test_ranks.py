@@ -26,6 +26,7 @@ from head_states import (
     CountingCapture,
     hidden_states,
     make_state,
+    metadata_of,
     model_of,
     rank_batches,
     serve,
@@ -44,17 +45,19 @@ from sgl_flashsample.sglang.hooks import StepHooks
 from sgl_flashsample.sglang.lazy_logits import LazyLogits
 from sgl_flashsample.sglang.logprobs import AskedLogprobs
 from sgl_flashsample.sglang.runtime import RankError, Runtime
-from sgl_flashsample.sglang.step_graphs import PATIENCE
+from sgl_flashsample.sglang.step_graphs import PATIENCE, StepCounts
 from sgl_flashsample.tools.server import free_port
 
 WORKER = Path(__file__).with_name("rank_worker.py")
-SECONDS = 20.0  # that a rank may take to end after the other one has
+SECONDS = 20.0  # that a rank may take to end after the other one has; no rank waits for longer (``rank_worker.py``)
 
 # Faults of rank 1 at the start, and the reason that both then have; or, where it does not concern the other rank,
 # that it has no screen any more, or the path that it takes instead.
 REFUSED = {
     "an unknown version": "the ranks differ: SGLang is '.*' on rank 0 and '9.9.9' on rank 1",
     "another setting": "the ranks differ: SGLANG_RETURN_ORIGINAL_LOGPROB is False on rank 0 and True on rank 1",
+    "a hook that is missing": "rank 1: a hook did not land",
+    "no hook of prompts": "the ranks differ: hooks of prompts is True on rank 0 and False on rank 1",
     "no configuration": r"rank 1: this server's configuration cannot be read \(a fault\)",
     "no models": "rank 1: RuntimeError: a fault",
     "a head that is not served": "rank 1: a fault",
@@ -62,20 +65,25 @@ REFUSED = {
     "a wrong token": "rank 1: a fault with ReadConfig.*",
     "a wrong exchange": "rank 1: in a trial exchange between 2 ranks, tokens came out wrong",
     "collectives alone": "rank 1: collectives are not measured",
+    "no kernels for an exchange": "rank 1: its setup failed: RuntimeError: a fault",
     "no memory for a workspace": "rank 1: its setup failed: OutOfMemoryError: a fault",
 }
 PRIVATE = {
     "no memory for a screen": (False, None),
     "the screened path fails": (False, None),
     "the fused path fails": (False, "logits"),
+    "no memory for the fused path": (False, "logits"),
+    "a broken table": (True, None),
 }
+PRIVATE_ONCE = ("no memory for a screen", "the screened path fails", "the fused path fails")  # without --full
 # Races of the ranks' screens at the start, and whether both have one then.
 RACES = {"a race that both win": True, "a race that one loses": False, "a race that fails": False}
 RACED = "a race that one loses"  # runs without --full
-NO_MEMORY = "no memory for an exchange"
+NO_MEMORY = ("no memory for an exchange", "memory that cannot be opened")
 ODD = "an odd width"  # of both ranks' parts
 ONCE = ("no models", "collectives alone", "a wrong exchange")  # what runs without --full
-FATAL = ["no way to draw", "no memory for logits", "rows cannot be drawn"]
+FATAL = ["no way to draw", "no memory for logits", "rows cannot be drawn", "no logprobs", "no memory for a prompt"]
+FATAL += ["a trial that fails"]
 
 
 def start(*faults: str, folder: Path | None = None) -> list[subprocess.Popen]:
@@ -105,8 +113,9 @@ def finish(ranks: list[subprocess.Popen], *seconds: float) -> list[tuple[str, st
 @pytest.fixture(scope="module")
 def served(request, tmp_path_factory) -> dict[str, list[dict]]:
     """What both ranks serve, by the fault."""
-    refused, races = (REFUSED, RACES) if request.config.getoption("--full") else (ONCE, [RACED])
-    faults = ["none", *refused, NO_MEMORY, ODD, *PRIVATE, *races]
+    full = request.config.getoption("--full")
+    refused, races, memory = (REFUSED, RACES, NO_MEMORY) if full else (ONCE, [RACED], NO_MEMORY[:1])
+    faults = ["none", *refused, *memory, ODD, *(PRIVATE if full else PRIVATE_ONCE), *races]
     ranks = start(*faults, folder=tmp_path_factory.mktemp("memory"))
     printed = finish(ranks, 450, 450)
     assert [rank.returncode for rank in ranks] == [0, 0], printed[0][1][-2000:] + printed[1][1][-2000:]
@@ -139,16 +148,16 @@ def test_what_one_rank_cannot_serve_at_the_start_neither_serves_for_the_same_rea
 
 
 @pytest.mark.slow
-def test_where_one_rank_has_no_memory_for_exchanges_both_use_collectives_and_the_tokens_stay(served):
-    first, second = served[NO_MEMORY]
+@pytest.mark.parametrize("fault", [NO_MEMORY[0], pytest.param(NO_MEMORY[1], marks=pytest.mark.full)])
+def test_where_one_rank_has_no_memory_for_exchanges_both_use_collectives_and_the_tokens_stay(served, fault):
+    first, second = served[fault]
     assert first == second == served["none"][0] | {"memory": False}
 
 
 @pytest.mark.slow
-def test_of_parts_that_kernels_cannot_draw_from_the_ranks_draw_whole_rows_and_the_tokens_stay(served):
+def test_of_parts_that_are_no_multiple_of_16_ids_the_tokens_are_the_same(served):
     first, second = served[ODD]
-    assert first == second and first["reason"] is None and not first["gathered"] and not first["screen"]
-    assert first["tokens"] == served["none"][0]["tokens"]
+    assert first == second == served["none"][0] | {"gathered": []}
 
 
 @pytest.mark.slow
@@ -161,7 +170,9 @@ def test_both_ranks_use_a_screen_where_both_have_measured_it_as_faster_and_the_t
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", PRIVATE)
+@pytest.mark.parametrize(
+    "fault", [pytest.param(fault, marks=() if fault in PRIVATE_ONCE else pytest.mark.full) for fault in PRIVATE]
+)
 def test_how_a_rank_draws_from_its_part_is_its_own_affair_and_the_tokens_stay(served, fault):
     first, second = served[fault]
     assert first == served["none"][0]
@@ -327,7 +338,7 @@ def test_a_rank_without_memory_in_a_step_ends_instead_of_leaving_the_others_alon
 ):
     script.error = torch.OutOfMemoryError("a fault")
     lazy = head.lazy(hidden(2))
-    lazy.source.exchange = types.SimpleNamespace(rank=0, num_ranks=2)
+    lazy.source.exchange = types.SimpleNamespace(rank=0, num_ranks=2, memory=None)
     with pytest.raises(torch.OutOfMemoryError):
         runners[0].sample(lazy, info_of([request("a"), request("b")]))
 
@@ -337,7 +348,7 @@ def test_steps_of_ranks_without_common_memory_are_launched():
     state, kind = make_state(CPU, capture=CountingCapture()), rank_batches()[0][0].mix.draw
     state.update(RANK_ROWS)
     for memory in (None, object()):
-        state.exchange = types.SimpleNamespace(memory_for=lambda num_rows, memory=memory: memory)
+        state.exchange = types.SimpleNamespace(memory=memory)
         assert (state.step_graphs(RANK_ROWS, kind, edited=False) is None) is (memory is None)
 
 
@@ -349,7 +360,7 @@ def lazy_of(state: HeadState) -> LazyLogits:
 
 def test_each_step_is_exchanged_whether_launched_or_replayed():
     state, merged = make_state(CPU, capture=CountingCapture(), script=Script()), []
-    exchange = types.SimpleNamespace(memory_for=lambda num_rows: "memory", num_ranks=1, rank=0)
+    exchange = types.SimpleNamespace(memory=types.SimpleNamespace(max_rows=RANK_ROWS), num_ranks=1, rank=0)
     exchange.merge = lambda drawn: merged.append(drawn) or drawn
     state.exchange, steps = exchange, 12
     lazy, step = lazy_of(state), step_of(rank_batches()[0][0], torch.arange(RANK_ROWS), None, False)
@@ -368,8 +379,8 @@ def test_logprobs_beside_the_tokens_are_exchanged_whether_launched_or_replayed(k
         merged.append(wanted)
         return drawn, found._replace(of_tokens=found.of_tokens - 1.0)
 
-    memory = types.SimpleNamespace(own_logits=torch.empty(RANK_ROWS, len(state.lm_head.weight)))
-    exchange = types.SimpleNamespace(memory_for=lambda num_rows: memory, num_ranks=1, rank=0)
+    memory = types.SimpleNamespace(max_rows=RANK_ROWS, own_logits=torch.empty(RANK_ROWS, len(state.lm_head.weight)))
+    exchange = types.SimpleNamespace(memory=memory, num_ranks=1, rank=0)
     exchange.merge_with_logprobs = merge
     exchange.draw_rows_with_logprobs = lambda logits, params, wanted, draw: merge(*draw(logits, params, wanted), wanted)
     batch, _ = rank_batches()[kind == "truncated"]
@@ -399,8 +410,8 @@ def test_what_a_rank_draws_before_the_exchange_lives_as_long_as_the_graph_that_w
         drawn.append(weakref.ref(out.token_ids))
         return out._replace(token_ids=out.token_ids.clone())
 
-    memory = types.SimpleNamespace(own_logits=torch.empty(RANK_ROWS, len(state.lm_head.weight)))
-    exchange = types.SimpleNamespace(memory_for=lambda num_rows: memory, num_ranks=1, rank=0, merge=merge)
+    memory = types.SimpleNamespace(max_rows=RANK_ROWS, own_logits=torch.empty(RANK_ROWS, len(state.lm_head.weight)))
+    exchange = types.SimpleNamespace(memory=memory, num_ranks=1, rank=0, merge=merge)
     exchange.draw_rows = lambda logits, params, draw: merge(draw(logits, params))
     batch, _ = rank_batches()[kind == "truncated"]
     lazy, step = lazy_of(state), step_of(batch, torch.arange(RANK_ROWS), None, False)
@@ -421,11 +432,73 @@ def test_a_head_that_shows_itself_late_is_sglangs_on_several_ranks(shared, caplo
     assert shared.head_for(state.processor, state.lm_head) is None and LATE in caplog.text
 
 
-def test_a_rank_without_requests_draws_nothing(runners):
-    """Of DP attention: SGLang asks its sampler all the same."""
-    nothing = types.SimpleNamespace(next_token_logits=torch.empty(0, 600))
+@pytest.mark.parametrize("carried", [False, True], ids=["logits", "a graph's hidden states"])
+def test_a_rank_without_requests_draws_nothing(runners, carried):
+    """Of DP attention: SGLang asks its sampler all the same, also after a replay of the others' graph."""
+    state = make_state(CPU)
+    nothing = types.SimpleNamespace(next_token_logits=lazy_of(state)[:0] if carried else torch.empty(0, 600))
     tokens = runners[0].sampler(nothing, None, False, [], [], torch.empty(0, dtype=torch.int64))
     assert tokens.shape == (0,) and tokens.dtype is torch.int64
+
+
+@pytest.mark.parametrize("hook", ["reads_prompts", "numbers_arrivals"])
+def test_ranks_of_which_one_lacks_a_hook_fuse_nothing(server_config, monkeypatch, hook):
+    """It would compute with SGLang what the others exchange."""
+    runtime = Runtime(None)
+
+    class Other(Peers):
+        def of_all(self, value):
+            reason, seed, shared = value
+            return [value, [reason, seed, shared | {name: False for name, has in shared.items() if has is True}]]
+
+    monkeypatch.setattr(RankSync, "of_server", Other)
+    setattr(runtime, hook, True)
+    runtime.agree()
+    words = {"reads_prompts": "hooks of prompts", "numbers_arrivals": "the hook of arrivals"}[hook]
+    assert runtime.inactive_reason == f"the ranks differ: {words} is True on rank 0 and False on rank 1"
+
+
+@pytest.mark.parametrize("kind", ["plain", "truncated"])
+def test_a_batch_beyond_the_memory_of_the_ranks_is_drawn_in_blocks(kind):
+    state, sizes = make_state(CPU, script=Script()), []
+    batch, _ = rank_batches()[kind == "truncated"]
+    lazy, step = lazy_of(state), step_of(batch, torch.arange(RANK_ROWS), None, True)
+    want = draw(lazy, step)
+    most = RANK_ROWS - 1
+    memory = types.SimpleNamespace(max_rows=most, own_logits=torch.empty(most, len(state.lm_head.weight)))
+    state.exchange = types.SimpleNamespace(memory=memory, num_ranks=1, rank=0)
+    state.exchange.merge = lambda drawn: sizes.append(len(drawn.token_ids)) or drawn
+    state.exchange.draw_rows = lambda logits, params, draw: state.exchange.merge(draw(logits, params))
+    got = draw(lazy, step)
+    assert sizes == [most, 1]
+    assert torch.equal(got.token_ids, want.token_ids)
+    torch.testing.assert_close(got.logprobs, want.logprobs)
+
+
+class Untouched:
+    """An exchange of which nothing is asked."""
+
+    def __getattr__(self, name: str) -> None:
+        pytest.fail(f"{name} of an exchange is asked for")
+
+
+@pytest.mark.parametrize("modes", [("decode",), ("extend",), ()], ids=["decode", "prefill", "idle"])
+def test_a_rank_without_requests_asks_no_other_and_launches_nothing(server_config, modes):
+    """Of DP attention: the others of its group have no requests either, and replicas are other groups."""
+    runtime, script = Runtime(None), Script()
+    state = make_state(CPU, script=script)
+    serve(runtime, state)
+    state.exchange = Untouched()
+    state.update = lambda num_rows: pytest.fail("an update")
+    nothing, computed = hidden_states(CPU, 0), []
+
+    def original(processor, hidden, *arguments) -> torch.Tensor:
+        computed.append(hidden)
+        return torch.empty(0, VOCAB)
+
+    logits = StepHooks(runtime).get_logits(original, state.processor, nothing, state.lm_head, metadata_of(*modes))
+    assert type(logits) is torch.Tensor and len(computed) == 1 and computed[0] is nothing
+    assert not script.calls and state.counts == StepCounts()
 
 
 def test_a_server_whose_ranks_cannot_be_found_is_sglangs(server_config, monkeypatch):

@@ -452,10 +452,13 @@ def test_a_float32_head_option_keeps_the_accumulator(device, option):
 
 @pytest.mark.parametrize(
     "rank, rows, vocab, start, size",
-    [(0, 64, 100, 0, 64), (1, 64, 100, 64, 36), (1, 64, 64, None, 64), (1, 60, 100, None, 60), (0, 60, 100, None, 60)],
-    ids=["first", "last", "one without ids", "misaligned, last", "misaligned, first"],
+    [
+        *((0, 64, 100, 0, 64), (1, 64, 100, 64, 36), (1, 64, 64, None, 64)),
+        *((1, 60, 100, 64, 36), (0, 60, 100, 0, 48), (0, 20, 40, None, 20)),
+    ],
+    ids=["first", "last", "one without ids", "after half a group", "before half a group", "no whole group"],
 )
-def test_a_rank_draws_from_its_part_or_hands_whole_rows_over_where_kernels_cannot(
+def test_a_rank_draws_from_the_whole_groups_of_its_part_or_hands_whole_rows_over(
     device, rank, rows, vocab, start, size
 ):
     exchange = Exchange(types.SimpleNamespace(rank_in_group=rank, world_size=2))

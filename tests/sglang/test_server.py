@@ -772,6 +772,34 @@ def test_a_server_of_two_ranks_draws_the_tokens_of_one_rank(servers, folder, nam
 
 @pytest.mark.full
 @pytest.mark.alone
+@pytest.mark.skipif(CUDA and torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_a_rank_of_dp_attention_without_requests_draws_nothing_and_none_waits(folder):
+    """It runs the model with the others, at each of their steps."""
+    environment = TWO_RANKS | INTERPRETED | {"FLASHSAMPLE_SEVERAL_GPUS": "1"}
+    arguments = [*ARGUMENTS, *RANKS["DP attention"][0]]
+    server, _ = make_server(folder, SIZE, name="an idle rank", arguments=arguments, environment=environment)
+
+    def counted() -> tuple[float, float]:
+        """Batches and rows, once the counters of an idle server have caught up."""
+        counts = None
+        while counts != (counts := (metric(server, "batches_total"), metric(server, "rows_total"))):
+            time.sleep(3)
+        return counts
+
+    with server:
+        for busy in (0, 1):
+            batches, rows = counted()
+            answer = ask(server, {"temperature": 1.0, "sampling_seed": busy}, {"routed_dp_rank": busy})
+            tokens = len(answer["output_ids"])
+            assert paths(answer) == ["fused"] * tokens
+            drawn = [after - before for after, before in zip(counted(), (batches, rows), strict=True)]
+            # SGLang may begin a step before it knows that the request is done.
+            assert drawn[0] == drawn[1] and tokens <= drawn[0] <= tokens + 1
+        assert_no_failure(server)
+
+
+@pytest.mark.full
+@pytest.mark.alone
 @pytest.mark.parametrize("version", [None] if CUDA else [None, "0.5.17", "0.5.23"])
 def test_a_seeded_request_gives_its_samples_in_the_same_order_after_aborts(folder, version):
     """Two of four samples run at a time, so that the others are aborted while they wait."""

@@ -497,6 +497,6 @@ def test_what_sglang_has_to_verify_it_gets_with_plain_logits_and_the_reason_is_c
 def test_a_rank_without_memory_ends_the_step_instead_of_leaving_the_others_alone(verify, head, script):
     script.error = torch.OutOfMemoryError("a fault")
     case = verify({})
-    head.state.exchange = types.SimpleNamespace(rank=0, num_ranks=2)
+    head.state.exchange = types.SimpleNamespace(rank=0, num_ranks=2, memory=None)
     with pytest.raises(torch.OutOfMemoryError):
         case.sample()

@@ -664,7 +664,7 @@ def test_nothing_is_captured_ahead_where_it_must_not_be(ahead, reason):
     """An exchange takes all ranks, and others may have something to do."""
     state = ahead.drawing.state
     if reason == "an exchange":
-        state.exchange = types.SimpleNamespace(memory_for=lambda num_rows: "memory")
+        state.exchange = types.SimpleNamespace(memory="memory")
     elif reason == "no graphs":
         state.use_step_graphs = False
     else:
