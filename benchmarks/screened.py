@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 import statistics
 import time
@@ -51,6 +52,8 @@ TIMED = ("t1", "T0.7", "greedy", "T0.6 k20p95", "T0.6 k50p90")
 TIMED_PROFILES = ("typical", "flat")
 SEARCHED_PROFILES = ("typical",) if DRY_RUN else ("flat", "typical", "peaked")
 SEARCHED = (("k50p90", SCREENED), ("k50p90", FUSED), ("p90", FUSED), ("minp05", FUSED))
+WAYS: dict[str, dict[str, Any]] = {f"{ways} ways": {"search_ways": ways} for ways in (2, 4, 8, 16)}
+WAYS |= {f"{name}, early": WAYS[name] | {"early": True} for name in ("2 ways", "8 ways")}
 TOKENS_SHAPE, DISTRIBUTION_SHAPE = ((64, 1024), (64, 256)) if DRY_RUN else ((1024, 151936), (256, 4096))
 TEMPERATURES = (0.0, 1.0) if DRY_RUN else (0.0, 0.2, 0.7, 1.0, 1.5)
 TRUNCATED_TEMPERATURES = (0.6,) if DRY_RUN else (0.6, 1.0)
@@ -284,34 +287,47 @@ def decision(options: Any) -> dict[str, Any]:
     return {"heads": heads}
 
 
-def searching(config: TileConfig | ScreenConfig) -> dict[str, TileConfig | ScreenConfig]:
-    """The configuration with each number of ways to search, and with the launches as it has them or all early."""
-    early = {"early": True} | ({"early_search": True} if isinstance(config, ScreenConfig) else {})
-    ways = {f"{ways} ways": dataclasses.replace(config, search_ways=ways) for ways in (2, 4, 8, 16)}
-    return ways | {f"{name}, early": dataclasses.replace(ways[name], **early) for name in ("2 ways", "8 ways")}
+def searching(tree: Tree, rows: int, path: SamplingPath, way: str) -> TileConfig | ScreenConfig:
+    """The configuration of a truncated batch on this path, with one of ``WAYS``."""
+    config = tree.table.lookup_on(path, rows, BatchKind(truncate=True, screen=path == SCREENED))
+    fields = WAYS[way] | ({"early_search": "early" in WAYS[way]} if path == SCREENED else {})
+    return dataclasses.replace(config, **fields)
+
+
+def compile_search(shape: Shape, rows: int, path: SamplingPath, way: str) -> list[str]:
+    """Draw once, in a process of its own. Nothing fails that does not raise."""
+    tree = make_tree(shape.weight(), rows)
+    batch = Workload(tree.head, rows)
+    params = tree.batch_params(batch, SAMPLINGS[SEARCHED[0][0]])
+    launch_step(searching(tree, rows, path, way), batch, params, tree.parts(), 0)
+    torch.cuda.synchronize()
+    return []
 
 
 def searches(options: Any) -> dict[str, Any]:
-    shape, rows, timer = SHAPES[0], list[dict[str, Any]](), Timer(DEVICE)
+    shape, rows, env, timer = SHAPES[0], list[dict[str, Any]](), dict[str, Any](), Timer(DEVICE)
+    selection = Selection((FUSED, SCREENED), (SEARCHED[0][0],), tuned=True)
+    cells = itertools.product((max(BATCHES), min(BATCHES)), (FUSED, SCREENED), WAYS)
+    jobs = [(compile_search, (shape, *cell)) for cell in cells]
+    Session([shape], BATCHES, selection, env, jobs)
     tree = make_tree(shape.weight(), max(BATCHES))
     for size in BATCHES:
         for profile in SEARCHED_PROFILES:
             batch = Workload(tree.head, size, profile)
             for name, path in SEARCHED:
-                kind = BatchKind(truncate=True, screen=path == SCREENED)
-                ways, parts = searching(tree.table.lookup_on(path, size, kind)), tree.parts()
-                params = tree.batch_params(batch, SAMPLINGS[name])
-                calls = {way: functools.partial(launch_step, ways[way], batch, params, parts) for way in ways}
+                params, parts = tree.batch_params(batch, SAMPLINGS[name]), tree.parts()
+                configs = {way: searching(tree, size, path, way) for way in WAYS}
+                calls = {way: functools.partial(launch_step, configs[way], batch, params, parts) for way in WAYS}
                 tokens = {way: call(0) for way, call in calls.items()}
                 contenders = {way: timer.contender(call) for way, call in calls.items()}
                 times = timer.rounds(contenders, ROUNDS, before_round=batch.refresh)
                 cell = {"B": size, "profile": profile, "sampling": name, "path": path.value}
-                for way in ways:
+                for way in WAYS:
                     timing = times.timing(way)
                     row = cell | {"way": way, "us": round(timing.us, 2), "us_spread": round(timing.spread, 2)}
                     rows.append(row | {"different": int((tokens[way] != tokens["2 ways"]).sum())})
-                print(f"  {cell} { ({row['way']: row['us'] for row in rows[-len(ways) :]}) }", flush=True)
-    return shape.fields | {"rows": rows}
+                print(f"  {cell} { ({row['way']: row['us'] for row in rows[-len(WAYS) :]}) }", flush=True)
+    return shape.fields | env | {"rows": rows}
 
 
 def launch_step(
