@@ -103,6 +103,10 @@ class Tree:
         parts = {"table": self.table, "workspace": self.workspace, "screen": self.screen if screened else None}
         return self._api.Head(self.head, **parts).draw
 
+    def parts(self) -> Any:
+        """What a launch with a given configuration takes beside a batch, with the screen."""
+        return self._module("paths").Parts.of(self.head, self.screen, self.table, self.workspace)
+
     def _module(self, name: str) -> Any:
         return importlib.import_module(f"{self._api.__name__}.{name}")
 
@@ -130,7 +134,7 @@ class Tree:
             if path not in BASELINES
         )
 
-    def _params(self, batch: Workload, sampling: Sampling) -> list[Any]:
+    def batch_params(self, batch: Workload, sampling: Sampling) -> list[Any]:
         """``BatchParams`` of each call of a graph."""
         api, truncation, edits = self._api, None, None
         if sampling.truncation is not None:
@@ -153,7 +157,7 @@ class Tree:
         forced = path if path in OURS else None
         config, picked = (self._config(sampling, batch.rows, which, screened) for which in (forced, None))
         which_path = None if forced is None else self._api.SamplingPath(forced)
-        params, draw = self._params(batch, sampling), self.drawer(screened)
+        params, draw = self.batch_params(batch, sampling), self.drawer(screened)
 
         def call(step: int) -> torch.Tensor:
             out = draw(batch.hidden, params=params[step], path=which_path, return_logprob=sampling.logprob)
