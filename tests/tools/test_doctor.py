@@ -130,7 +130,7 @@ def test_a_version_outside_of_the_tested_range_is_said(requirement, level, what,
 
 def test_the_tested_range_is_that_of_this_package():
     findings = [finding.what for finding in doctor.check_packages()]
-    names = ("Python", "torch", "triton", "msgspec", "numpy")
+    names = ("Python", "torch", "triton", "msgspec", "numpy", "packaging")
     assert sorted(what.split()[0] for what in findings) == sorted(names)
 
 
