@@ -69,7 +69,7 @@ def grid(rows: Sequence[dict[str, Any]], left: Sequence[str]) -> str:
 
 
 def environment_section(known: Mapping[str, Any]) -> str:
-    """What the results depend on, folded."""
+    """The environment that results depend on, folded."""
     rows = [{"name": name, "value": json.dumps(value)} for name, value in sorted(known.items())]
     shown = grid(rows, ("name", "value"))
     return f"<h2>Environment</h2><details><summary>all</summary><div class=scroll>{shown}</div></details>"

@@ -104,7 +104,7 @@ class Tree:
         return self._api.Head(self.head, **parts).draw
 
     def parts(self) -> Any:
-        """What a launch with a given configuration takes beside a batch, with the screen."""
+        """The head, scratch and screen that a launch takes beside a configuration and a batch."""
         return self._module("paths").Parts.of(self.head, self.screen, self.table, self.workspace)
 
     def _module(self, name: str) -> Any:

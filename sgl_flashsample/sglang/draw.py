@@ -370,7 +370,8 @@ def _launch(
     if state.straddling is not None:
         logits = state.logits_of_group(state.straddling, hidden)
         drawn = state.straddling.complete(drawn, logits, params, holds)
-    return Launched(exchange.merge(drawn), [drawn, *holds])
+        holds.append(drawn)
+    return Launched(exchange.merge(drawn), holds)
 
 
 def _draw_with_logprobs(
