@@ -50,10 +50,9 @@ def _words(name: str) -> set[str]:
 
 # Fields with a fixed place in a key; every other field appears by its name where it differs from its default.
 _SAID = {"block_b", "block_v", "block_d", "num_warps", "stages", "ctas_per_sm", "min_splits", "chunk", "rescore_v"}
-_SAID |= {"rescore_d", "rescore_warps", "rescore_stages", "prefetch", "listed"}
+_SAID |= {"rescore_d", "rescore_warps", "rescore_stages", "prefetch", "listed", "early"}
 _WORDS = {("flatten", False): "nested", ("tma", False): "pointers", ("hidden_tma", True): "hidden"}
-_WORDS |= {("rows_first", True): "rows", ("one_launch", True): "one", ("early", True): "early"}
-_SHORT = {"reduce_rows": "r", "search_ways": "ways"}
+_WORDS |= {("rows_first", True): "rows", ("one_launch", True): "one"}
 
 
 def key_of(config: Config) -> str:
@@ -66,11 +65,11 @@ def key_of(config: Config) -> str:
     if isinstance(config, ScreenConfig):
         key += f"-then-{config.chunk}x{config.rescore_v}x{config.rescore_d}-w{config.rescore_warps}"
         key += f"-s{config.rescore_stages}"
-        key += "".join(f"-{name}" for name in ("prefetch", "listed") if getattr(config, name))
+        key += "".join(f"-{name}" for name in ("prefetch", "listed", "early") if getattr(config, name))
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         if field.name not in _SAID and value != field.default:
-            name = _SHORT.get(field.name, field.name)
+            name = "r" if field.name == "reduce_rows" else field.name
             key += f"-{_WORDS.get((field.name, value), f'{name}{value}')}"
     return key
 

@@ -36,8 +36,6 @@ def _tiles(names: str, *tiles: tuple[int, ...]) -> Axis:
     return {"x".join(map(str, tile)): dict(zip(names.split(), tile, strict=True)) for tile in tiles}
 
 
-# Axes of truncated batches on every path: parts that a pass in search of a limit cuts its numbers into.
-_WAYS = _numbers("search_ways", 2, 4, 8, 16)
 # Axes of the fused path. shallower: pipeline stages below the deepest that fits. descriptors: the tensors that are
 # loaded through tensor descriptors, where the device has them.
 FUSED_AXES: dict[str, Axis] = {
@@ -54,8 +52,6 @@ FUSED_AXES: dict[str, Axis] = {
     },
     "rows_first": _numbers("rows_first", True, False),
     "one_launch": _numbers("one_launch", True, False),
-    "early": _numbers("early", False, True),
-    "search_ways": _WAYS,
 }
 # Axes of readers. A thread has one group of 16 ids per tile, or two. warps_per_sm: the vocabulary is cut for so many.
 # min_splits: for truncated rows.
@@ -70,8 +66,6 @@ LOGITS_AXES: dict[str, Axis] = {
     "warps_per_sm": _numbers("warps_per_sm", 24, 32, 64),
     "min_splits": _numbers("min_splits", 64, 128, 256),
     "one_launch": _numbers("one_launch", True, False),
-    "early": _numbers("early", False, True),
-    "search_ways": _WAYS,
 }
 # Axes of screens and of their rescoring, with pipelines as deep as fits. ids: a rescoring program loads them in its
 # pipeline, prefetches them, or reads one list of all. The time of a batch is nearly the sum of the two launches, and
@@ -90,12 +84,11 @@ SCREENED_AXES: dict[str, Axis] = {
         "prefetch": {"prefetch": True},
         "list": {"prefetch": False, "listed": True},
     },
-    "early": _numbers("early", False, True) | {"with search": {"early": True, "early_search": True}},
-    "search_ways": _WAYS,
+    "early": _numbers("early", False, True),
 }
 AXES = {FUSED: FUSED_AXES, LOGITS: LOGITS_AXES, SCREENED: SCREENED_AXES}
 # Axes of launches whose times add up: any configuration with a launch tells the time of that launch.
-LAUNCH_AXES = {SCREENED: (("tile",), ("rescore", "ids", "early", "search_ways"))}
+LAUNCH_AXES = {SCREENED: (("tile",), ("rescore", "ids", "early"))}
 
 TILE_CLASSES = (16, 32, 64, 128)
 SCREEN_CLASSES = (8, 16, 32, 64)
@@ -132,7 +125,6 @@ FIRST_QUANTISED_TILES = {
 FIRST_READERS = ("1x1024x1", "1x512x1", "2x512x1", "1x1024x2")
 # First trials of a screen, each launch with the first of the other: by the source of the ids of rescoring programs, by
 # the tiles of these, by the tiles of the screen.
-FIRST_SEARCH_WAYS = 8  # of the second trial of truncated batches
 FIRST_WAYS = (("pipeline", False), ("list", True), ("prefetch", False), ("list", False))
 
 
@@ -177,11 +169,8 @@ class Space:
     def axes(self) -> dict[str, tuple[Any, ...]]:
         """The values of each axis that such batches have."""
         axes = {name: tuple(axis) for name, axis in AXES[self.path].items()}
-        axes["search_ways"] = axes["search_ways"] if self.truncate else (2,)
         if "one_launch" in axes and (self.truncate or self.block_b > MAX_ROWS_ONE_LAUNCH):
             axes["one_launch"] = (False,)
-        if self.path == SCREENED and not self.truncate:
-            axes["early"] = (False, True)
         if self.path == LOGITS:
             # A cut into more programs than are resident is moot where there are many splits anyway.
             axes["warps_per_sm"] = axes["warps_per_sm"][: 1 if self.truncate else None]
@@ -196,10 +185,7 @@ class Space:
         return axes
 
     def config(self, point: dict[str, Any]) -> Config | None:
-        """The configuration at a point of the axes; None where it cannot run, or where the launch that is to start
-        early is none."""
-        if point.get("one_launch") and point["early"]:
-            return None
+        """The configuration at a point of the axes; None where it cannot run."""
         fields: Fields = {}
         for name, value in point.items():
             fields |= AXES[self.path][name].get(value, {name: value})
@@ -278,8 +264,6 @@ class Space:
             changes += [{"tile": tile, "warps_per_sm": warps} for tile, warps in pairs]
         elif self.path == SCREENED:
             ways = [{"ids": ids, "early": early} for ids, early in FIRST_WAYS]
-            if self.truncate:
-                ways[1] |= {"early": "with search", "search_ways": FIRST_SEARCH_WAYS}
             tiles = [{name: value} for name in ("rescore", "tile") for value in self.axes[name][1:]]
             changes += [*ways[:2], *tiles, *ways[2:]]
         else:
@@ -290,8 +274,6 @@ class Space:
                 best = FIRST_QUANTISED_TILES if self.limits.quantised else FIRST_TILES
                 tiles = [dict(zip(names, tile, strict=True)) for tile in best.get(self.block_b, ())]
                 changes += [{**tile, "descriptors": descriptors} for tile in tiles]
-            if self.truncate:
-                changes[1:1] = [{**one, "early": True, "search_ways": FIRST_SEARCH_WAYS} for one in changes[:1]]
         points = [usual | change for change in changes]
         configs = [self.config(point) for point in points if all(v in self.axes[n] for n, v in point.items())]
         return list(dict.fromkeys(config for config in configs if config is not None))

@@ -103,10 +103,6 @@ class Tree:
         parts = {"table": self.table, "workspace": self.workspace, "screen": self.screen if screened else None}
         return self._api.Head(self.head, **parts).draw
 
-    def parts(self) -> Any:
-        """The head, scratch and screen that a launch takes beside a configuration and a batch."""
-        return self._module("paths").Parts.of(self.head, self.screen, self.table, self.workspace)
-
     def _module(self, name: str) -> Any:
         return importlib.import_module(f"{self._api.__name__}.{name}")
 
@@ -134,7 +130,7 @@ class Tree:
             if path not in BASELINES
         )
 
-    def batch_params(self, batch: Workload, sampling: Sampling) -> list[Any]:
+    def _params(self, batch: Workload, sampling: Sampling) -> list[Any]:
         """``BatchParams`` of each call of a graph."""
         api, truncation, edits = self._api, None, None
         if sampling.truncation is not None:
@@ -157,7 +153,7 @@ class Tree:
         forced = path if path in OURS else None
         config, picked = (self._config(sampling, batch.rows, which, screened) for which in (forced, None))
         which_path = None if forced is None else self._api.SamplingPath(forced)
-        params, draw = self.batch_params(batch, sampling), self.drawer(screened)
+        params, draw = self._params(batch, sampling), self.drawer(screened)
 
         def call(step: int) -> torch.Tensor:
             out = draw(batch.hidden, params=params[step], path=which_path, return_logprob=sampling.logprob)

@@ -6,8 +6,6 @@ speed         whole steps beside the fused path, the GEMM alone, FlashInfer and 
 tokens        rows of four kinds of heads, at several temperatures and truncations, drawn by both paths with the same
               noise; a token that differs is a near-tie where both scores agree to 1e-5
 distribution  total variation between many draws and the known distribution, beside what chance alone gives
-searches      truncated batches with every way to search a row's limit and to launch the search, on the fused and the
-              screened path, in one race; tokens that differ from those of the first way
 decision      heads without a tuned table: what the race at the start of a server decides, how long it takes, and the
               times of both paths on other batches
 
@@ -17,9 +15,7 @@ sixteenth of the draws, two heads of the decision.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import itertools
 import math
 import statistics
 import time
@@ -36,24 +32,18 @@ from sgl_flashsample.autotune import baselines
 from sgl_flashsample.autotune.timing import Timer
 from sgl_flashsample.autotune.workload import Workload
 from sgl_flashsample.dispatch import DispatchTable, default_table
-from sgl_flashsample.kernels.config import ScreenConfig, TileConfig
 from sgl_flashsample.kernels.workspace import ScreenCounter
-from sgl_flashsample.kinds import KIND_NAMES, MAX_SCREENED_ROWS, BatchKind
-from sgl_flashsample.paths import Parts, launch
+from sgl_flashsample.kinds import KIND_NAMES, MAX_SCREENED_ROWS
+from sgl_flashsample.paths import Parts
 from sgl_flashsample.screen import Screen
 from sgl_flashsample.selfcheck import compile_ahead
 from sgl_flashsample.sglang.step_graphs import CudaCapture
-from sgl_flashsample.tools.samplings import SAMPLINGS
 
 BATCHES = (3,) if DRY_RUN else (1, 8, 16, 32)
 ROUNDS = 1 if DRY_RUN else 11
 FUSED, SCREENED = SamplingPath.FUSED, SamplingPath.SCREENED
 TIMED = ("t1", "T0.7", "greedy", "T0.6 k20p95", "T0.6 k50p90")
 TIMED_PROFILES = ("typical", "flat")
-SEARCHED_PROFILES = ("typical",) if DRY_RUN else ("flat", "typical", "peaked")
-SEARCHED = (("k50p90", SCREENED), ("k50p90", FUSED), ("p90", FUSED), ("minp05", FUSED))
-WAYS: dict[str, dict[str, Any]] = {f"{ways} ways": {"search_ways": ways} for ways in (2, 4, 8, 16)}
-WAYS |= {f"{name}, early": WAYS[name] | {"early": True} for name in ("2 ways", "8 ways")}
 TOKENS_SHAPE, DISTRIBUTION_SHAPE = ((64, 1024), (64, 256)) if DRY_RUN else ((1024, 151936), (256, 4096))
 TEMPERATURES = (0.0, 1.0) if DRY_RUN else (0.0, 0.2, 0.7, 1.0, 1.5)
 TRUNCATED_TEMPERATURES = (0.6,) if DRY_RUN else (0.6, 1.0)
@@ -287,66 +277,11 @@ def decision(options: Any) -> dict[str, Any]:
     return {"heads": heads}
 
 
-def searching(tree: Tree, rows: int, path: SamplingPath, way: str) -> TileConfig | ScreenConfig:
-    """The configuration of a truncated batch on this path, with one of ``WAYS``."""
-    config = tree.table.lookup_on(path, rows, BatchKind(truncate=True, screen=path == SCREENED))
-    fields = WAYS[way] | ({"early_search": "early" in WAYS[way]} if path == SCREENED else {})
-    return dataclasses.replace(config, **fields)
-
-
-def compile_search(shape: Shape, rows: int, path: SamplingPath, way: str) -> list[str]:
-    """Draw once, in a process of its own. Nothing fails that does not raise."""
-    tree = make_tree(shape.weight(), rows)
-    batch = Workload(tree.head, rows)
-    params = tree.batch_params(batch, SAMPLINGS[SEARCHED[0][0]])
-    launch_step(searching(tree, rows, path, way), batch, params, tree.parts(), 0)
-    torch.cuda.synchronize()
-    return []
-
-
-def searches(options: Any) -> dict[str, Any]:
-    shape, rows, env, timer = SHAPES[0], list[dict[str, Any]](), dict[str, Any](), Timer(DEVICE)
-    selection = Selection((FUSED, SCREENED), (SEARCHED[0][0],), tuned=True)
-    cells = itertools.product((max(BATCHES), min(BATCHES)), (FUSED, SCREENED), WAYS)
-    jobs = [(compile_search, (shape, *cell)) for cell in cells]
-    Session([shape], BATCHES, selection, env, jobs)
-    tree = make_tree(shape.weight(), max(BATCHES))
-    for size in BATCHES:
-        for profile in SEARCHED_PROFILES:
-            batch = Workload(tree.head, size, profile)
-            for name, path in SEARCHED:
-                params, parts = tree.batch_params(batch, SAMPLINGS[name]), tree.parts()
-                configs = {way: searching(tree, size, path, way) for way in WAYS}
-                calls = {way: functools.partial(launch_step, configs[way], batch, params, parts) for way in WAYS}
-                tokens = {way: call(0) for way, call in calls.items()}
-                contenders = {way: timer.contender(call) for way, call in calls.items()}
-                times = timer.rounds(contenders, ROUNDS, before_round=batch.refresh)
-                cell = {"B": size, "profile": profile, "sampling": name, "path": path.value}
-                for way in WAYS:
-                    timing = times.timing(way)
-                    row = cell | {"way": way, "us": round(timing.us, 2), "us_spread": round(timing.spread, 2)}
-                    rows.append(row | {"different": int((tokens[way] != tokens["2 ways"]).sum())})
-                print(f"  {cell} { ({row['way']: row['us'] for row in rows[-len(WAYS) :]}) }", flush=True)
-    return shape.fields | env | {"rows": rows}
-
-
-def launch_step(
-    config: TileConfig | ScreenConfig, batch: Workload, params: Sequence[BatchParams], parts: Parts, step: int
-) -> torch.Tensor:
-    return launch(config, batch.hidden, params[step], parts).token_ids
-
-
 def _draw_step(draw_batch: Draw, work: Workload, params: Sequence[BatchParams], step: int) -> SampleOutput:
     return draw_batch(work.hidden, params[step])
 
 
-SECTIONS = {
-    "speed": speed,
-    "tokens": tokens,
-    "distribution": distribution,
-    "searches": searches,
-    "decision": decision,
-}
+SECTIONS = {"speed": speed, "tokens": tokens, "distribution": distribution, "decision": decision}
 
 
 def measure(options: Any, result: Result) -> int:

@@ -21,7 +21,6 @@ MIN_CHUNK = 16  # groups per rescoring program
 MIN_RESCORED_ROWS = 16  # rows of the batch in a rescoring program: what a tensor-core instruction takes
 # No more threads than pairs of a chunk's groups and a block's 16 rows or more: each pair is one thread's.
 MAX_RESCORE_WARPS = MIN_CHUNK // 2
-MAX_SEARCH_WAYS = 16
 MAX_TRUNCATED_ROWS_PER_TILE = 128  # two integers hold so many flags (epilogue.flags_as_bits)
 
 
@@ -58,11 +57,6 @@ def _require_at_most(config: object, largest: dict[str, int]) -> None:
             raise ValueError(f"{type(config).__name__}.{name} is {value}; expected {most} or fewer")
 
 
-def _require_ways(config: object) -> None:
-    _require_powers_of_two(config, {"search_ways": 2})
-    _require_at_most(config, {"search_ways": MAX_SEARCH_WAYS})
-
-
 def _require_whole_reductions(config: TileConfig | ReadConfig) -> None:
     if config.one_launch and config.reduce_rows > config.block_b:
         raise ValueError(
@@ -83,10 +77,7 @@ class TileConfig:
     program of the reduction. rows_first: the batch is the left operand, which wants 64 rows or more; a
     group of ids is then in 4 lanes of a warp and not in 8, and its sums take a third of the shuffles.
     one_launch: without a truncation, the last program of a block of rows reduces its splits, ``reduce_rows``
-    rows at a time, instead of a second launch. early: each launch after this one starts while the one
-    before it ends, where the device can do so (programmatic dependent launch). search_ways: a pass over a
-    truncated row's values that looks for its limit cuts the numbers in question into so many parts, a power
-    of two up to ``MAX_SEARCH_WAYS``; the limit is the same.
+    rows at a time, instead of a second launch.
     """
 
     block_b: int
@@ -101,21 +92,17 @@ class TileConfig:
     hidden_tma: bool = False
     rows_first: bool = False
     one_launch: bool = False
-    early: bool = False
-    search_ways: int = 2
 
     def __post_init__(self) -> None:
         smallest = {"block_b": 16, "block_v": 2 * GROUP_SIZE, "block_d": 16, "num_warps": 1, "reduce_rows": 1}
         _require_powers_of_two(self, smallest)
         _require_positive(self, "stages", "ctas_per_sm")
         _require_whole_reductions(self)
-        _require_ways(self)
 
     @functools.cached_property
     def compiled(self) -> TileConfig:
         """The fields that the kernel's code depends on: configs that differ elsewhere share a binary."""
-        reduce_rows = self.reduce_rows if self.one_launch else 1
-        return dataclasses.replace(self, ctas_per_sm=1, reduce_rows=reduce_rows, search_ways=2)
+        return dataclasses.replace(self, ctas_per_sm=1, reduce_rows=self.reduce_rows if self.one_launch else 1)
 
 
 @dataclasses.dataclass(frozen=True, order=True)
@@ -126,7 +113,7 @@ class ReadConfig:
     flight per program; 1 leaves the waiting to the other programs of the multiprocessor. ctas_per_sm: programs per
     multiprocessor that the vocabulary is cut for. min_splits: of the vocabulary, however many rows there are
     (``MAX_SPLITS`` or fewer): a truncated row finds its next candidates among the best groups of each.
-    reduce_rows, one_launch, early, search_ways: as in ``TileConfig``.
+    reduce_rows, one_launch: as in ``TileConfig``.
     """
 
     block_b: int
@@ -137,21 +124,18 @@ class ReadConfig:
     min_splits: int = 1
     reduce_rows: int = 1
     one_launch: bool = False
-    early: bool = False
-    search_ways: int = 2
 
     def __post_init__(self) -> None:
         _require_powers_of_two(self, {"block_b": 1, "block_v": 2 * GROUP_SIZE, "num_warps": 1, "reduce_rows": 1})
         _require_positive(self, "stages", "ctas_per_sm", "min_splits")
         _require_at_most(self, {"min_splits": MAX_SPLITS})
         _require_whole_reductions(self)
-        _require_ways(self)
 
     @functools.cached_property
     def compiled(self) -> ReadConfig:
         """The fields that the kernel's code depends on."""
         reduce_rows = self.reduce_rows if self.one_launch else 1
-        return dataclasses.replace(self, ctas_per_sm=1, min_splits=1, reduce_rows=reduce_rows, search_ways=2)
+        return dataclasses.replace(self, ctas_per_sm=1, min_splits=1, reduce_rows=reduce_rows)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -194,9 +178,8 @@ class ScreenConfig:
     listed: put the groups into one list first, with a launch of its own, and have one program per multiprocessor share
     them evenly; a chunk is then what one program of that launch looks through.
 
-    early: each launch but the first, and but the search of truncated rows, starts while the one before it ends, where
-    the device can do so (programmatic dependent launch). early_search: with ``early``, that search does so too.
-    search_ways: as in ``TileConfig``.
+    early: each launch but the first starts while the one before it ends, where the device can do so (programmatic
+    dependent launch).
     """
 
     block_b: int
@@ -215,8 +198,6 @@ class ScreenConfig:
     prefetch: bool = True
     listed: bool = False
     early: bool = False
-    early_search: bool = False
-    search_ways: int = 2
 
     def __post_init__(self) -> None:
         smallest = {"block_b": 8, "block_v": 2 * GROUP_SIZE, "block_d": 32, "num_warps": 1}
@@ -225,7 +206,6 @@ class ScreenConfig:
         _require_positive(self, "stages", "ctas_per_sm", "rescore_stages", "chunk")
         if self.chunk < MIN_CHUNK:
             raise ValueError(f"ScreenConfig.chunk is {self.chunk}; expected {MIN_CHUNK} or more")
-        _require_ways(self)
         _require_at_most(self, {"block_b": MAX_SCREEN_ROWS_PER_TILE, "rescore_warps": MAX_RESCORE_WARPS})
 
     @functools.cached_property

@@ -91,8 +91,6 @@ def lm_head_sample_kernel(
 ):
     if EARLY:
         tl.extra.cuda.gdc_wait()
-    if TILE.early:
-        tl.extra.cuda.gdc_launch_dependents()  # they wait for these programs to end
     BLOCK_B: tl.constexpr = TILE.block_b
     BLOCK_V: tl.constexpr = TILE.block_v
     BLOCK_D: tl.constexpr = TILE.block_d

@@ -173,10 +173,7 @@ def reduce_splits_kernel(
     # constexpr
     BLOCK_P: tl.constexpr,
     BLOCK_R: tl.constexpr,
-    EARLY: tl.constexpr,
 ):
-    if EARLY:
-        tl.extra.cuda.gdc_wait()
     draw_from_splits(
         splits,
         temperature_ptr,
@@ -201,13 +198,11 @@ def reduce_splits(
     return_logprob: bool,
     max_splits: int,
     rows_per_program: int,
-    early: bool = False,
 ) -> SampleOutput:
     """The tokens, from what the splits left in ``workspace``.
 
-    max_splits: bound of ``num_splits`` on this device; one kernel serves every number up to it. early: of the
-    configuration that has made the splits, where the device can do so. Raises ValueError for splits that the workspace
-    has no room for.
+    max_splits: bound of ``num_splits`` on this device; one kernel serves every number up to it. Raises ValueError for
+    splits that the workspace has no room for.
     """
     num_rows, device = params.temperature.shape[0], params.temperature.device
     if not 1 <= num_splits <= max_splits or workspace.slots < num_splits * num_rows:
@@ -229,9 +224,8 @@ def reduce_splits(
             num_splits,
             spec.vocab_end,
         ),
-        {"BLOCK_P": next_power_of_2(max_splits), "BLOCK_R": rows_per_program, "EARLY": early},
+        {"BLOCK_P": next_power_of_2(max_splits), "BLOCK_R": rows_per_program},
         1,
         (device.index, return_logprob),
-        early=early,
     )
     return output

@@ -75,8 +75,6 @@ def sample_logits_kernel(
     TOP_GROUPS: tl.constexpr,
     BLOCK_P: tl.constexpr,
 ):
-    if TILE.early:
-        tl.extra.cuda.gdc_launch_dependents()  # they wait for these programs to end
     BLOCK_B: tl.constexpr = TILE.block_b
     BLOCK_V: tl.constexpr = TILE.block_v
     NUM_GROUPS: tl.constexpr = BLOCK_V // rng.GROUP_SIZE

@@ -22,16 +22,7 @@ from .launch import launch
 from .params import ROW_POINTERS, BatchParams, LogitsSpec, SampleOutput
 from .reduce_splits import draw_from_splits, mass_of_splits, store_logprob
 from .search_truncated import search_truncated
-from .truncation_math import (
-    NO_TOKEN,
-    count_at_middle,
-    draw_small_top_k,
-    half_of,
-    key_shift,
-    min_p_limit,
-    score_row_groups,
-    token_scores,
-)
+from .truncation_math import NO_TOKEN, draw_small_top_k, key_shift, min_p_limit, score_row_groups, token_scores
 from .workspace import (
     CANDIDATE_GROUPS,
     LISTED_GROUPS,
@@ -53,31 +44,6 @@ _FINEST = tl.constexpr(0.1)
 
 
 @triton.jit
-def _flags_within(scores, best, width, step, WAYS: tl.constexpr):
-    """As ``_flags_above`` of ``truncation_math.py``: 1 where a score is behind the best one by no more than a width
-    that the next ``log2(WAYS)`` bisections may ask about."""
-    if WAYS == 2:
-        below = (scores >= best - width).to(tl.int32)
-        return below | ((scores >= best - (width + step)).to(tl.int32) << 16)
-    else:
-        narrow = _flags_within(scores, best, width, 0.5 * step, WAYS // 2)
-        return tl.join(narrow, _flags_within(scores, best, width + step, 0.5 * step, WAYS // 2))
-
-
-@triton.jit
-def _bisect_for_width(counts, width, step, WAYS: tl.constexpr):
-    """The steps of the search for a width that one pass over the scores has counted for."""
-    searching = step > _FINEST
-    step = 0.5 * step
-    fits = count_at_middle(counts, WAYS) <= _CANDIDATE_GROUPS
-    width = tl.where(searching & fits, width + step, width)
-    if WAYS == 2:
-        return width, step
-    else:
-        return _bisect_for_width(half_of(counts, fits, WAYS), width, step, WAYS // 2)
-
-
-@triton.jit
 def _best_candidates(
     row,
     splits,
@@ -89,7 +55,6 @@ def _best_candidates(
     position,
     lowest,
     BLOCK_P: tl.constexpr,
-    WAYS: tl.constexpr,
 ):
     """The best tokens with logits of at least ``lowest``, each with a larger logit than the one before: id, logit and
     score, ``[MEASURED_CANDIDATES]`` each.
@@ -106,13 +71,9 @@ def _best_candidates(
     width = tl.full([], 0.0, tl.float32)
     step = tl.full([], _WIDEST, tl.float32)
     while step > _FINEST:
-        if WAYS == 2:
-            step = 0.5 * step
-            fits = tl.sum((group_scores >= best - (width + step)).to(tl.int32)) <= _CANDIDATE_GROUPS
-            width = tl.where(fits, width + step, width)
-        else:
-            counts = tl.sum(_flags_within(group_scores, best, width, 0.5 * step, WAYS), axis=0)
-            width, step = _bisect_for_width(counts, width, step, WAYS)
+        step = 0.5 * step
+        fits = tl.sum((group_scores >= best - (width + step)).to(tl.int32)) <= _CANDIDATE_GROUPS
+        width = tl.where(fits, width + step, width)
     near = mask & (group_scores >= best - width) & (group_scores > float("-inf"))
     place = tl.cumsum(near.to(tl.int32), axis=0) - 1
     near = near & (place < _CANDIDATE_GROUPS)
@@ -287,12 +248,7 @@ def sample_truncated_kernel(
     BLOCK_S: tl.constexpr,
     CANDIDATES: tl.constexpr,
     KEY_SHIFT: tl.constexpr,
-    WAYS: tl.constexpr,
-    EARLY: tl.constexpr,
 ):
-    if EARLY:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
     width = num_groups * rng.GROUP_SIZE  # a multiple that the compiler knows: it loads 16 bytes at a time
     row = tl.program_id(0) // SPLITS
     split = tl.program_id(0) % SPLITS
@@ -323,7 +279,6 @@ def sample_truncated_kernel(
                     BLOCK_S,
                     CANDIDATES,
                     KEY_SHIFT,
-                    WAYS,
                 )
                 tl.store(buffer.status + row, tl.where(answered, 1, -1))
                 tl.store(output.token_ids + row, (vocab_start + token).to(tl.int64))
@@ -347,7 +302,6 @@ def sample_truncated_kernel(
                 position,
                 lowest,
                 BLOCK_P,
-                WAYS,
             )
             if ((top_k >= 1) & (top_k < vocab_size)) | (top_p < 1.0):
                 _measure_candidates(
@@ -410,12 +364,8 @@ def sample_truncated(
     return_logprob: bool,
     max_splits: int,
     config: TruncationConfig,
-    search_ways: int = 2,
-    early: bool = False,
 ) -> SampleOutput:
     """The tokens: truncated rows from ``buffer``, the others from the splits in ``workspace``.
-
-    search_ways, early: of the configuration that has made the splits; early where the device can do so.
 
     ``buffer.status [B]``: 0 for a row without a truncation, 1 for one that the pass has answered, more where it took a
     search. Raises ValueError for a buffer of another vocabulary or fewer rows.
@@ -452,12 +402,9 @@ def sample_truncated(
             "BLOCK_S": num_group_blocks(buffer.width),
             "CANDIDATES": config.candidate_groups,
             "KEY_SHIFT": key_shift(buffer.dtype),
-            "WAYS": search_ways,
-            "EARLY": early,
         },
         config.num_warps,
         (device.index, buffer.dtype, return_logprob),
-        early=early,
     )
-    search_truncated(buffer, params, spec, output, config, search_ways=search_ways, early=early)
+    search_truncated(buffer, params, spec, output, config)
     return output

@@ -33,7 +33,6 @@ import torch
 
 from .config import DEFAULT_TRUNCATION, ScreenConfig, TruncationConfig
 from .int8_head import Int8Head
-from .launch import supports_early_launch
 from .params import BatchParams, LMHead, SampleOutput
 from .rescore import rescore_groups
 from .screen import quantize_hidden, screen_head
@@ -94,6 +93,5 @@ def screened_sample(
     read_groups(hidden, head, params, workspace, config, buffer, RescorePass.CERTAIN_GROUPS)
     draw_rescored(output, size, params, workspace, buffer, config, truncation_config, again=True)
     read_groups(hidden, head, params, workspace, config, buffer, RescorePass.UNANSWERED_ROWS)
-    early = config.early and config.early_search and supports_early_launch(hidden.device)
-    search_truncated(buffer, params, spec, output, truncation_config, search_ways=config.search_ways, early=early)
+    search_truncated(buffer, params, spec, output, truncation_config)
     return output

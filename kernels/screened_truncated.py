@@ -52,7 +52,6 @@ from .truncation_math import (
     list_groups_above,
     listed_logits,
     min_p_limit,
-    passes_limits,
     threshold_of,
 )
 from .workspace import ID_ROWS, LISTED_GROUPS, LogitsBuffer, ScreenCounter, ScreenWorkspace, num_group_blocks
@@ -100,7 +99,6 @@ def bound_truncated_kernel(
     BLOCK_S: tl.constexpr,
     CANDIDATES: tl.constexpr,
     RESCORED: tl.constexpr,
-    WAYS: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     if EARLY:
@@ -116,7 +114,7 @@ def bound_truncated_kernel(
                 tl.store(group_max + groups, float("-inf"), mask=groups < num_groups)
         maxima = block_maxima(max_logit_lo, num_groups, BLOCK_S)
         k, _ = _groups_to_find(tl.load(truncation.top_k + row), vocab_size, CANDIDATES)
-        bound = bound_of_top_k(maxima, tl.max(maxima), k, 0, WAYS)
+        bound = bound_of_top_k(maxima, tl.max(maxima), k, 0)
         tl.store(screen.threshold + row, float_to_ordered(bound))
 
 
@@ -154,7 +152,6 @@ def bound_truncated(
             "BLOCK_S": num_group_blocks(buffer.width),
             "CANDIDATES": truncation_config.candidate_groups,
             "RESCORED": rescored,
-            "WAYS": config.search_ways,
             "EARLY": early,
         },
         truncation_config.num_warps,
@@ -525,14 +522,13 @@ def _draw_row(
     BLOCK_S: tl.constexpr,
     CANDIDATES: tl.constexpr,
     SHIFT: tl.constexpr,
-    WAYS: tl.constexpr,
 ):
     """Token, its score, and the row's status: ``_WIDE`` where all is known but the mass of the groups that were not
     read. Then the number that no unread logit is above, and the logit that masses are relative to."""
     maxima = block_maxima(group_max, num_groups, BLOCK_S)
     largest = tl.max(maxima)
     wanted, complete = _groups_to_find(top_k, vocab_size, CANDIDATES)
-    bound = bound_of_top_k(maxima, largest, wanted, SHIFT, WAYS)
+    bound = bound_of_top_k(maxima, largest, wanted, SHIFT)
     # The largest number of the buffer below ``screened``: no logit that was not read is above it.
     ordered = float_to_ordered(screened).to(tl.int64)
     below = tl.where(ordered >= 0, ordered - 1, ordered - (1 << SHIFT)) >> SHIFT
@@ -551,7 +547,7 @@ def _draw_row(
     known = complete | ~of_top_k
     if top_p < 1.0:
         if of_top_k:
-            floor = threshold_of(logits, weights, low, largest, k, float("inf"), SHIFT, WAYS)
+            floor = threshold_of(logits, weights, low, largest, k, float("inf"), SHIFT)
             p_hi = top_p * tl.sum(tl.where(logits > floor, weights, 0.0))
             p_lo = p_hi
         else:
@@ -560,21 +556,14 @@ def _draw_row(
             slack = _SUM_SLACK + tl.abs(reference) * _EXPONENT_SLACK
             p_hi = top_p * ((rescored + mass_hi) * (1.0 + slack))
             p_lo = top_p * ((rescored + mass_lo) * (1.0 - slack))
-    floor = threshold_of(logits, weights, low, largest, k, p_hi, SHIFT, WAYS)
+    floor = threshold_of(logits, weights, low, largest, k, p_hi, SHIFT)
     certainly_allowed = floor
-    if WAYS == 2:  # noqa: SIM102 - the first condition decides what is compiled
-        if p_lo < p_hi:
-            certainly_allowed = threshold_of(logits, weights, low, largest, k, p_lo, SHIFT, WAYS)
+    if p_lo < p_hi:
+        certainly_allowed = threshold_of(logits, weights, low, largest, k, p_lo, SHIFT)
     lowest = min_p_limit(largest, inv_temperature, min_p)
     token, logit, score = best_of_listed(
         row_logits, list_ptr, num_listed, inv_temperature, seed, position, floor, lowest, CANDIDATES
     )
-    if WAYS > 2:  # noqa: SIM102
-        if p_lo < p_hi:
-            # One question about the token's own logit, with the logits loaded again: they would take registers.
-            logits = listed_logits(row_logits, list_ptr, num_listed, CANDIDATES)
-            weights = relative_weight(logits, largest, inv_temperature)
-            certainly_allowed = tl.where(passes_limits(logits, weights, logit, k, p_lo), floor, float("inf"))
     complete |= (floor > low) | (lowest > low)
     certain = complete & known & (num_listed <= CANDIDATES)
     status = tl.where(certain, tl.where(logit > certainly_allowed, 1, _WIDE), _LEFT)
@@ -592,7 +581,6 @@ def _choose_wide_groups(
     num_groups,
     BLOCK_S: tl.constexpr,
     WIDE_GROUPS: tl.constexpr,
-    WAYS: tl.constexpr,
 ):
     """Choose the groups whose mass is known least: as many as lie in ``WIDE_GROUPS`` blocks of groups. Bisection finds
     the blocks, so they may be a few more."""
@@ -600,7 +588,7 @@ def _choose_wide_groups(
     for place in tl.range(BLOCK_GROUPS):
         groups = tl.arange(0, BLOCK_S) * BLOCK_GROUPS + place
         widest = tl.maximum(widest, _width(group_max, lse_hi, lse_lo, low, reference, groups, num_groups))
-    bound = bound_of_top_k(widest, tl.max(widest), WIDE_GROUPS, 0, WAYS)
+    bound = bound_of_top_k(widest, tl.max(widest), WIDE_GROUPS, 0)
     for place in tl.range(BLOCK_GROUPS):
         groups = tl.arange(0, BLOCK_S) * BLOCK_GROUPS + place
         width = _width(group_max, lse_hi, lse_lo, low, reference, groups, num_groups)
@@ -634,7 +622,6 @@ def draw_rescored_kernel(
     CANDIDATES: tl.constexpr,
     KEY_SHIFT: tl.constexpr,
     WIDE_GROUPS: tl.constexpr,
-    WAYS: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     if EARLY:
@@ -665,7 +652,6 @@ def draw_rescored_kernel(
             BLOCK_S,
             CANDIDATES,
             KEY_SHIFT,
-            WAYS,
         )
         tl.store(output.token_ids + row, token.to(tl.int64))
         tl.store(output.scores + row, score)
@@ -682,7 +668,6 @@ def draw_rescored_kernel(
                     num_groups,
                     BLOCK_S,
                     WIDE_GROUPS,
-                    WAYS,
                 )
             else:
                 for place in tl.range(BLOCK_GROUPS):
@@ -731,7 +716,6 @@ def draw_rescored(
             "CANDIDATES": truncation_config.candidate_groups,
             "KEY_SHIFT": key_shift(buffer.dtype),
             "WIDE_GROUPS": truncation_config.wide_groups,
-            "WAYS": config.search_ways,
             "EARLY": early,
         },
         truncation_config.num_warps,

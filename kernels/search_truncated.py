@@ -82,7 +82,6 @@ def _search(
     BLOCK_S: tl.constexpr,
     WINDOW: tl.constexpr,
     GATHER: tl.constexpr,
-    WAYS: tl.constexpr,
 ):
     """One row. Returns token (local id), its score, its logit, the row's largest logit, its mass relative to that, and
     how many questions it took."""
@@ -107,7 +106,7 @@ def _search(
     p = tl.where(use_p, top_p * total, float("inf"))
     if use_k & use_p & (min_p > 0.0):
         p = top_p * mass_of_top_k(
-            row_logits, list_ptr, group_max, floor, largest, k, inv_temperature, width, BLOCK_S, GATHER, WAYS
+            row_logits, list_ptr, group_max, floor, largest, k, inv_temperature, width, BLOCK_S, GATHER
         )
 
     window_ptr = list_ptr + tl.cdiv(num_groups, BLOCK_GROUPS)  # the list of the window, behind that of ``measure``
@@ -217,11 +216,7 @@ def search_truncated_kernel(
     BLOCK_S: tl.constexpr,
     WINDOW: tl.constexpr,
     GATHER: tl.constexpr,
-    WAYS: tl.constexpr,
-    EARLY: tl.constexpr,
 ):
-    if EARLY:
-        tl.extra.cuda.gdc_wait()
     row = tl.program_id(0) // SPLITS
     split = tl.program_id(0) % SPLITS
     if tl.load(buffer.status + row) < 0:
@@ -266,7 +261,6 @@ def search_truncated_kernel(
                 BLOCK_S,
                 WINDOW,
                 GATHER,
-                WAYS,
             )
             tl.store(output.token_ids + row, (vocab_start + token).to(tl.int64))
             tl.store(output.scores + row, score)
@@ -282,16 +276,9 @@ def search_truncated(
     spec: LogitsSpec,
     output: SampleOutput,
     config: TruncationConfig,
-    *,
-    search_ways: int = 2,
-    early: bool = False,
 ) -> None:
-    """Fill ``output`` in the rows whose ``buffer.status`` is negative.
-
-    search_ways, early: of the configuration that the rows are drawn with; early where the device can do so.
-    """
+    """Fill ``output`` in the rows whose ``buffer.status`` is negative."""
     assert params.truncation is not None
-    device = params.temperature.device
     blocks = num_group_blocks(buffer.width)
     launch(
         search_truncated_kernel,
@@ -312,10 +299,7 @@ def search_truncated(
             "BLOCK_S": blocks,
             "WINDOW": min(config.window, blocks),
             "GATHER": min(config.gather, blocks),
-            "WAYS": search_ways,
-            "EARLY": early,
         },
         config.search_warps,
-        (device.index, buffer.dtype, output.logprobs is None),
-        early=early,
+        (params.temperature.device.index, buffer.dtype, output.logprobs is None),
     )

@@ -3,7 +3,6 @@ theirs beside the tiles, and which launch draws the tokens afterwards."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Hashable
 from typing import Any
 
@@ -18,7 +17,6 @@ from .config import (
     next_power_of_2,
 )
 from .epilogue import num_top_groups
-from .launch import supports_early_launch
 from .params import TRITON_DTYPES, BatchParams, LogitsSpec, SampleOutput
 from .reduce_splits import reduce_splits
 from .sample_truncated import sample_truncated
@@ -49,9 +47,6 @@ class SplitLaunch:
         truncation = params.truncation
         self.params, self.spec, self.return_logprob = params, spec, return_logprob
         self.num_splits, self.max_splits, self.reduce_rows = num_splits, max_splits, config.reduce_rows
-        self.search_ways, self.early = config.search_ways, config.early and supports_early_launch(device)
-        if config.early and not self.early:
-            config = dataclasses.replace(config, early=False)
         self.workspace = Workspace.for_splits(num_splits, num_rows, device, workspace)
         self._buffer: LogitsBuffer | None = None
         self._output: SampleOutput | None = None
@@ -99,8 +94,6 @@ class SplitLaunch:
                 return_logprob=self.return_logprob,
                 max_splits=self.max_splits * self.top_groups,
                 config=config,
-                search_ways=self.search_ways,
-                early=self.early,
             )
         if self._output is not None:
             return self._output
@@ -112,5 +105,4 @@ class SplitLaunch:
             return_logprob=self.return_logprob,
             max_splits=self.max_splits,
             rows_per_program=self.reduce_rows,
-            early=self.early,
         )

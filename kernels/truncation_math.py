@@ -103,73 +103,11 @@ def largest_with_key(key, SHIFT: tl.constexpr):
 
 
 @triton.jit
-def _flags_above(values, low, high, SHIFT: tl.constexpr, WAYS: tl.constexpr):
-    """For each key that ``log2(WAYS)`` bisections of the keys between ``low`` and ``high`` may ask about: 1 where a
-    value is above it. ``[N, 2, ..]`` int32, the last dimension for the two halves of the keys; of the keys between two
-    neighbours of these, each number has the flags of the lower end and of the middle, 16 bits each."""
-    middle = (low + high) >> 1
-    if WAYS == 2:
-        below = (values > largest_with_key(low, SHIFT)).to(tl.int32)
-        return below | ((values > largest_with_key(middle, SHIFT)).to(tl.int32) << 16)
-    else:
-        lower = _flags_above(values, low, middle, SHIFT, WAYS // 2)
-        return tl.join(lower, _flags_above(values, middle, high, SHIFT, WAYS // 2))
-
-
-@triton.jit
-def first_leaf(tree, LEAVES: tl.constexpr):
-    """The first of so many leaves of a tree that ``tl.join`` has made."""
-    if LEAVES == 1:
-        return tree
-    else:
-        lower, _ = tl.split(tree)
-        return first_leaf(lower, LEAVES // 2)
-
-
-@triton.jit
-def count_at_middle(counts, WAYS: tl.constexpr):
-    """The number of values above the middle, from the sum of their flags."""
-    if WAYS == 2:
-        return counts >> 16
-    else:
-        _, upper = tl.split(counts)
-        return first_leaf(upper, WAYS // 4) & 0xFFFF
-
-
-@triton.jit
-def half_of(counts, take_upper, WAYS: tl.constexpr):
-    """The half of a tree of sums that the next bisection asks; any number after the last one."""
-    if WAYS == 2:
-        return counts
-    else:
-        lower, upper = tl.split(counts)
-        return tl.where(take_upper, upper, lower)
-
-
-@triton.jit
-def _bisect_for_bound(counts, failing, passing, num_above, k, WAYS: tl.constexpr):
-    """The steps of ``bound_of_top_k`` that one pass over the maxima has counted for."""
-    searching = (passing - failing > 1) & (num_above > k + k // 4 + 4)
-    middle = (passing + failing) >> 1
-    count = count_at_middle(counts, WAYS)
-    enough = count >= k
-    num_above = tl.where(searching & enough, count, num_above)
-    passing = tl.where(searching & ~enough, middle, passing)
-    failing = tl.where(searching & enough, middle, failing)
-    if WAYS == 2:
-        return failing, passing, num_above
-    else:
-        return _bisect_for_bound(half_of(counts, enough, WAYS), failing, passing, num_above, k, WAYS // 2)
-
-
-@triton.jit
-def bound_of_top_k(maxima, largest, k, SHIFT: tl.constexpr, WAYS: tl.constexpr):
+def bound_of_top_k(maxima, largest, k, SHIFT: tl.constexpr):
     """A number that ``k`` or a few more of the maxima are above, or all of them.
 
-    SHIFT: how many low bits of all values are zero. Bisection over what is left, a few instructions; ``log2(WAYS)``
-    steps of it per pass over the maxima.
+    SHIFT: how many low bits of all values are zero. Bisection over what is left, a few instructions.
     """
-    tl.static_assert(maxima.shape[0] < 2**15)  # counts have 16 bits
     above_nothing = (maxima > float("-inf")).to(tl.int32)
     num_above, num_usual = tl.split(tl.sum(tl.join(above_nothing, (maxima > _LOW).to(tl.int32)), axis=0))
     # With fewer maxima than k, smaller logits beside them are wanted too, however small.
@@ -177,81 +115,29 @@ def bound_of_top_k(maxima, largest, k, SHIFT: tl.constexpr, WAYS: tl.constexpr):
     failing = (float_to_ordered(start) >> SHIFT).to(tl.int64)
     passing = (float_to_ordered(largest) >> SHIFT).to(tl.int64)
     while (passing - failing > 1) & (num_above > k + k // 4 + 4):
-        if WAYS == 2:
-            middle = (passing + failing) >> 1
-            count = tl.sum((maxima > largest_with_key(middle, SHIFT)).to(tl.int32))
-            num_above = tl.where(count < k, num_above, count)
-            passing = tl.where(count < k, middle, passing)
-            failing = tl.where(count < k, failing, middle)
-        else:
-            counts = tl.sum(_flags_above(maxima, failing, passing, SHIFT, WAYS), axis=0)
-            failing, passing, num_above = _bisect_for_bound(counts, failing, passing, num_above, k, WAYS)
+        middle = (passing + failing) >> 1
+        count = tl.sum((maxima > largest_with_key(middle, SHIFT)).to(tl.int32))
+        num_above = tl.where(count < k, num_above, count)
+        passing = tl.where(count < k, middle, passing)
+        failing = tl.where(count < k, failing, middle)
     return largest_with_key(failing, SHIFT)
 
 
 @triton.jit
-def is_allowed(count, mass, k, p):
-    """Whether a value is allowed that ``count`` values and a weight of ``mass`` are above."""
-    return ((count < k) & (mass < p)) | (count == 0)
-
-
-@triton.jit
-def _number_and_weight_above(values, weights, low, high, SHIFT: tl.constexpr, WAYS: tl.constexpr):
-    """As ``_flags_above``, with a number of its own for each key, and the weights: ``[N, 2, 2, ..]``."""
-    if WAYS == 1:
-        larger = values > largest_with_key(low, SHIFT)
-        return tl.join(tl.where(larger, 1.0, 0.0), tl.where(larger, weights, 0.0))
-    else:
-        middle = (low + high) >> 1
-        lower = _number_and_weight_above(values, weights, low, middle, SHIFT, WAYS // 2)
-        return tl.join(lower, _number_and_weight_above(values, weights, middle, high, SHIFT, WAYS // 2))
-
-
-@triton.jit
-def _bisect_for_threshold(sums, failing, passing, k, p, WAYS: tl.constexpr):
-    """The steps of ``threshold_of`` that one pass over the values has summed for."""
-    middle = (passing + failing) >> 1
-    lower, upper = tl.split(sums)
-    count, mass = tl.split(first_leaf(upper, WAYS // 2))
-    passes = is_allowed(count, mass, k, p)
-    searching = passing - failing > 1
-    passing = tl.where(searching & passes, middle, passing)
-    failing = tl.where(searching & ~passes, middle, failing)
-    if WAYS == 2:
-        return failing, passing
-    else:
-        return _bisect_for_threshold(tl.where(passes, lower, upper), failing, passing, k, p, WAYS // 2)
-
-
-@triton.jit
-def threshold_of(values, weights, low, largest, k, p, SHIFT: tl.constexpr, WAYS: tl.constexpr):
+def threshold_of(values, weights, low, largest, k, p, SHIFT: tl.constexpr):
     """A number x, ``low`` or above, such that exactly the values above x have fewer than ``k`` values and less than
-    ``p`` of the weight above them. Nothing is above the largest value: that one always passes. WAYS: as in
-    ``bound_of_top_k``; each pass sums in the same order, so x does not depend on it."""
+    ``p`` of the weight above them. Nothing is above the largest value: that one always passes."""
     failing = (float_to_ordered(low) >> SHIFT).to(tl.int64)
     passing = (float_to_ordered(largest) >> SHIFT).to(tl.int64)
     while passing - failing > 1:
-        if WAYS == 2:
-            middle = (passing + failing) >> 1
-            larger = values > largest_with_key(middle, SHIFT)
-            counted = tl.join(tl.where(larger, 1.0, 0.0), tl.where(larger, weights, 0.0))
-            count, mass = tl.split(tl.sum(counted, axis=0))
-            passes = is_allowed(count, mass, k, p)
-            passing = tl.where(passes, middle, passing)
-            failing = tl.where(passes, failing, middle)
-        else:
-            sums = tl.sum(_number_and_weight_above(values, weights, failing, passing, SHIFT, WAYS), axis=0)
-            failing, passing = _bisect_for_threshold(sums, failing, passing, k, p, WAYS)
+        middle = (passing + failing) >> 1
+        larger = values > largest_with_key(middle, SHIFT)
+        counted = tl.join(tl.where(larger, 1.0, 0.0), tl.where(larger, weights, 0.0))
+        count, mass = tl.split(tl.sum(counted, axis=0))
+        passes = ((count < k) & (mass < p)) | (count == 0)
+        passing = tl.where(passes, middle, passing)
+        failing = tl.where(passes, failing, middle)
     return largest_with_key(failing, SHIFT)
-
-
-@triton.jit
-def passes_limits(values, weights, value, k, p):
-    """Whether ``value``, one of ``values``, is above the ``threshold_of`` them."""
-    larger = values > value
-    counted = tl.join(tl.where(larger, 1.0, 0.0), tl.where(larger, weights, 0.0))
-    count, mass = tl.split(tl.sum(counted, axis=0))
-    return is_allowed(count, mass, k, p)
 
 
 @triton.jit
@@ -346,21 +232,20 @@ def draw_small_top_k(
     BLOCK_S: tl.constexpr,
     CANDIDATES: tl.constexpr,
     SHIFT: tl.constexpr,
-    WAYS: tl.constexpr,
 ):
     """Token, its logit, its score, and whether the groups were no more than ``CANDIDATES``."""
     maxima = block_maxima(group_max, num_groups, BLOCK_S)
     largest = tl.max(maxima)
-    bound = bound_of_top_k(maxima, largest, top_k, SHIFT, WAYS)
+    bound = bound_of_top_k(maxima, largest, top_k, SHIFT)
     num_listed = list_groups_above(bound, maxima, group_max, list_ptr, num_groups, BLOCK_S, CANDIDATES)
     logits = listed_logits(row_logits, list_ptr, num_listed, CANDIDATES)
     weights = relative_weight(logits, largest, inv_temperature)
     p = tl.where(top_p < 1.0, top_p * total, float("inf"))
     if (min_p > 0.0) & (top_p < 1.0):
         # With min-p, top-p is of what top-k has left.
-        floor = threshold_of(logits, weights, bound, largest, top_k, float("inf"), SHIFT, WAYS)
+        floor = threshold_of(logits, weights, bound, largest, top_k, float("inf"), SHIFT)
         p = top_p * tl.sum(tl.where(logits > floor, weights, 0.0))
-    floor = threshold_of(logits, weights, bound, largest, top_k, p, SHIFT, WAYS)
+    floor = threshold_of(logits, weights, bound, largest, top_k, p, SHIFT)
     lowest = min_p_limit(largest, inv_temperature, min_p)
     token, logit, score = best_of_listed(
         row_logits, list_ptr, num_listed, inv_temperature, seed, position, floor, lowest, CANDIDATES
@@ -488,32 +373,13 @@ def mass_of_top_k(
     width,
     BLOCK_S: tl.constexpr,
     GATHER: tl.constexpr,
-    WAYS: tl.constexpr,
 ):
     """Mass of the tokens that top-k leaves, ties included, relative to the largest logit: by bisection over the float32
-    values, in three parts where WAYS is more than 2."""
+    values."""
     # k or more logits are above low, fewer than k above high
     low = float_to_ordered(bound).to(tl.int64) - tl.where(bound == float("-inf"), 0, 1)
     high = float_to_ordered(largest).to(tl.int64)
     mass = tl.full([], 0.0, tl.float32)
-    if WAYS > 2:
-        while high - low > 1:
-            third = (high - low + 1) // 3
-            count, _, next_count, _ = measure(
-                row_logits,
-                list_ptr,
-                group_max,
-                ordered_to_float((low + third).to(tl.int32)),
-                ordered_to_float((high - third).to(tl.int32)),
-                inv_temperature,
-                largest,
-                width,
-                BLOCK_S,
-                GATHER,
-            )
-            above = tl.where(next_count >= k, high, high - third)
-            high = tl.where(count >= k, above, low + third)
-            low = tl.where(next_count >= k, above - third, tl.where(count >= k, low + third, low))
     while high - low > 0:
         middle = tl.where(high - low > 1, (low + high) >> 1, low)
         value = ordered_to_float(middle.to(tl.int32))

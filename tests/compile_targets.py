@@ -491,14 +491,11 @@ def keys() -> dict[str, list[str]]:
     configs = {
         "fused": [
             tile,
-            dataclasses.replace(tile, hidden_tma=True, early=True, search_ways=4),
+            dataclasses.replace(tile, hidden_tma=True),
             TileConfig(16, 64, 32, 4, 2, tma=False, one_launch=True),
         ],
-        "logits": [read, dataclasses.replace(read, one_launch=True, early=True, search_ways=8)],
-        "screened": [
-            screen,
-            dataclasses.replace(screen, listed=True, early=True, early_search=True, search_ways=16, tma=False),
-        ],
+        "logits": [read, dataclasses.replace(read, one_launch=True)],
+        "screened": [screen, dataclasses.replace(screen, listed=True, early=True, tma=False)],
     }
     kinds = ("plain", "greedy", "edit", "truncate", "edit+truncate")
     table = types.SimpleNamespace(truncation_config=TruncationConfig())

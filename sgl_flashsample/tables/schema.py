@@ -50,7 +50,6 @@ MAX_OF_FIELD = {
     "rescore_d": 1 << 14,
     "rescore_warps": 32,
     "rescore_stages": 16,
-    "search_ways": 16,
 }
 MAX_BLOCK = 1 << 20  # elements of one block of a Triton kernel
 MAX_PER_THREAD = 512  # elements of one block per thread: beyond, a factor of four compiles 13 times as long

@@ -219,22 +219,20 @@ def test_a_hidden_size_that_no_block_divides_is_read_to_its_end(device, path, hi
 
 CONFIGS = {
     "fused": [
-        TileConfig(32, 256, 32, 4, 2, tma=False, reduce_rows=8, early=True, search_ways=8),
+        TileConfig(32, 256, 32, 4, 2, tma=False, reduce_rows=8),
         TileConfig(128, 1024, 64, 4, 1, 4, tma=False),
         TileConfig(128, 1024, 64, 4, 1, tma=False, rows_first=True),
         TileConfig(64, 1024, 32, 4, 1, hidden_tma=True, flatten=False),
         TileConfig(64, 1024, 64, 4, 1, 3, tma=False, reduce_rows=32, one_launch=True),
     ],
     "logits": [
-        ReadConfig(64, 2048, 4, ctas_per_sm=2, reduce_rows=64, early=True, search_ways=16),
+        ReadConfig(64, 2048, 4, ctas_per_sm=2, reduce_rows=64),
         ReadConfig(16, 256, 4, ctas_per_sm=1, min_splits=5),
         ReadConfig(8, 512, 1, 3, ctas_per_sm=2, reduce_rows=4, one_launch=True),
     ],
     "screened": [
         LISTED,
-        dataclasses.replace(
-            SCREEN, block_v=64, rescore_v=64, search_ways=4
-        ),  # noise of fewer groups than there are threads
+        dataclasses.replace(SCREEN, block_v=64, rescore_v=64),  # noise of fewer groups than there are threads
         dataclasses.replace(SCREEN, block_b=64),
         dataclasses.replace(SCREEN, block_b=8, block_d=32, chunk=16),
         dataclasses.replace(SCREEN, block_v=128, chunk=1000, rescore_v=128, rescore_d=16),
@@ -242,8 +240,6 @@ CONFIGS = {
 }
 if CUDA:
     CONFIGS["fused"] = [TileConfig(32, 64, 32, 4, 2, tma=False), TileConfig(128, 128, 64, 8, 3, flatten=False)]
-    CONFIGS["fused"] += [dataclasses.replace(TILE, early=True, search_ways=ways) for ways in (4, 8, 16)]
-    CONFIGS["screened"] += [dataclasses.replace(SCREEN, early=True, search_ways=ways) for ways in (4, 8, 16)]
     CONFIGS["fused"] += [
         dataclasses.replace(TILE, block_b=64, **{name: True}) for name in ("rows_first", "hidden_tma", "one_launch")
     ]

@@ -192,9 +192,6 @@ def test_bad_logits_are_refused_by_name(options, message):
         (SCREEN, "rescore_warps", 16, "8 or fewer"),
         (SCREEN, "rescore_stages", 0, "an integer of at least 1"),
         (SCREEN, "rescore_v", 8, "a power of two of at least 16"),
-        (TILE, "search_ways", 6, "a power of two of at least 2"),
-        (READ, "search_ways", 1, "a power of two of at least 2"),
-        (SCREEN, "search_ways", 32, "16 or fewer"),
         (TruncationConfig(), "splits", 32, "16 or fewer"),
         (TruncationConfig(), "search_splits", 3, "a power of two of at least 1"),
         (TruncationConfig(), "block", 4, "a power of two of at least 8"),
@@ -216,8 +213,8 @@ def test_one_launch_reduces_no_more_rows_at_a_time_than_a_tile_has(config):
 
 def test_configs_that_differ_in_nothing_that_is_compiled_share_a_binary():
     """Configurations that differ in a compiled property do not share one."""
-    launch_only = {TileConfig: {"ctas_per_sm": 3, "reduce_rows": 4, "search_ways": 4}}
-    launch_only[ReadConfig] = launch_only[TileConfig] | {"min_splits": 9}
+    launch_only = {TileConfig: {"ctas_per_sm": 3, "reduce_rows": 4}}
+    launch_only[ReadConfig] = {"ctas_per_sm": 3, "reduce_rows": 4, "min_splits": 9}
     for config in (TILE, READ):
         for field in dataclasses.fields(config):
             value = getattr(config, field.name)

@@ -364,11 +364,11 @@ def rescored(case: Case, threshold: torch.Tensor, width: float, dtype=torch.floa
     return made
 
 
-def drawn_from(made: Stage, truncation_config=TRUNCATION, config=SCREEN) -> tuple[SampleOutput, torch.Tensor]:
+def drawn_from(made: Stage, truncation_config=TRUNCATION) -> tuple[SampleOutput, torch.Tensor]:
     num_rows, vocab, params, workspace = made.arguments
     output = SampleOutput.empty(num_rows, made.case.hidden.device, False)
     output.token_ids.fill_(-7)
-    draw_rescored(output, vocab, params, workspace, made.buffer, config, truncation_config)
+    draw_rescored(output, vocab, params, workspace, made.buffer, SCREEN, truncation_config)
     return output, made.buffer.status[:num_rows]
 
 
@@ -417,24 +417,6 @@ def test_rescored_groups_decide_a_token_only_where_they_are_certain_to(stage):
         assert torch.equal(output.token_ids[answered], want.token[answered])
         decided[width] = int((status == 1).sum())
     assert decided[3.0] < decided[1e-4] and decided[1e-4] > num_rows // 2, decided
-
-
-@pytest.mark.parametrize("ways", [4, 16])
-def test_rows_are_decided_alike_however_many_questions_a_pass_asks(device, ways):
-    """Rows of which some are decided, some are not for want of their mass, and one has no token."""
-    num_rows = 6
-    case = make_case(num_rows, 800, device, dtype=torch.float32, seed=5)
-    temperature = torch.full((num_rows,), 1.5, device=device)
-    case = case.with_params(temperature=temperature, truncation=limits(num_rows, device, top_k=20, top_p=0.3))
-    answers = []
-    for number in (2, ways):
-        made = rescored(case, case.edited.topk(40).values[:, -1].float(), 1.0)
-        made.buffer.logits[-1], made.buffer.group_max[-1] = -INF, -INF
-        output, status = drawn_from(made, config=dataclasses.replace(SCREEN, search_ways=number))
-        marks = made.rows_of_groups("max_logit_lo").clone()
-        answers.append((output.token_ids, status, torch.where(status[:, None] == -2, marks, 0.0)))
-    assert all(torch.equal(*both) for both in zip(*answers, strict=True))
-    assert set(answers[0][1][:-1].tolist()) == {1, -2}
 
 
 def test_rows_whose_mass_is_not_known_choose_the_groups_whose_ends_are_furthest_apart(device):

@@ -7,17 +7,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import sys
 
 import pytest
 import torch
-import triton
-import triton.language as tl
 from kernel_cases import (
     CUDA,
     PATHS,
     READ,
-    SCREEN,
     TILE,
     TRUNCATION,
     Case,
@@ -37,11 +33,10 @@ from kernel_cases import (
 )
 
 from sgl_flashsample.kernels.config import ReadConfig, TileConfig, TruncationConfig
-from sgl_flashsample.kernels.epilogue import num_top_groups, relative_weight
+from sgl_flashsample.kernels.epilogue import num_top_groups
 from sgl_flashsample.kernels.launch import resident_programs
-from sgl_flashsample.kernels.lm_head_sample import lm_head_sample, num_splits
+from sgl_flashsample.kernels.lm_head_sample import num_splits
 from sgl_flashsample.kernels.params import BatchParams, LMHead, LogitsSpec, SampleOutput, Truncation
-from sgl_flashsample.kernels.reduce_splits import reduce_splits
 from sgl_flashsample.kernels.reference import (
     allowed_ref,
     group_noise_ref,
@@ -49,15 +44,9 @@ from sgl_flashsample.kernels.reference import (
     logits_ref,
     token_scores_ref,
 )
-from sgl_flashsample.kernels.rescore import rescore_groups
 from sgl_flashsample.kernels.sample_logits import max_read_splits, num_read_splits, sample_logits
 from sgl_flashsample.kernels.sample_truncated import sample_truncated
-from sgl_flashsample.kernels.screen import screen_head
-from sgl_flashsample.kernels.screened_sample import screened_sample
-from sgl_flashsample.kernels.screened_truncated import draw_rescored
 from sgl_flashsample.kernels.search_truncated import search_truncated
-from sgl_flashsample.kernels.split_launch import SplitLaunch
-from sgl_flashsample.kernels.truncation_math import bound_of_top_k, threshold_of
 from sgl_flashsample.kernels.workspace import LogitsBuffer, Workspace
 
 # One split for the whole vocabulary: few tokens are certain to come next, so many rows are left to the search.
@@ -284,68 +273,6 @@ def test_a_token_that_may_come_after_a_group_that_was_not_left_is_not_taken_for_
     assert (buffer.status[:num_rows] > 1).sum() >= 3
 
 
-# --- searches of a limit that ask several questions at a time -----------------------------------------------------
-
-INF = float("inf")
-
-
-@triton.jit
-def _limits_of_rows(
-    values_ptr, top_k_ptr, top_p_ptr, out_ptr, N: tl.constexpr, SHIFT: tl.constexpr, WAYS: tl.constexpr
-):
-    row = tl.program_id(0)
-    values = tl.load(values_ptr + row * N + tl.arange(0, N))
-    largest = tl.max(values)
-    weights = relative_weight(values, largest, 1.0)
-    k = tl.load(top_k_ptr + row)
-    bound = bound_of_top_k(values, largest, k, SHIFT, WAYS)
-    p = tl.load(top_p_ptr + row) * tl.sum(weights)
-    tl.store(out_ptr + 2 * row, bound)
-    tl.store(out_ptr + 2 * row + 1, threshold_of(values, weights, bound, largest, k, p, SHIFT, WAYS))
-
-
-def _rows_to_search() -> torch.Tensor:
-    """Rows of 64: plain, ragged, nothing but one value, all equal, tied, with infinities, of tiny and of huge
-    numbers."""
-    rows = torch.randn(8, 64, generator=torch.Generator().manual_seed(1)) * 4
-    rows[1, 40:] = -INF
-    rows[2], rows[2, 17] = -INF, 3.0
-    rows[3] = -2.5
-    rows[4] = rows[4].round()
-    rows[5, :3], rows[5, 30:] = INF, -INF
-    rows[6] *= 1e-38
-    rows[7] *= 1e37
-    return rows
-
-
-@pytest.mark.parametrize("shift", [0, 16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("ways", [4, 8, 16])
-def test_a_pass_with_several_questions_finds_the_limits_that_bisection_does(device, ways, shift):
-    rows = _rows_to_search()
-    rows = (rows.bfloat16().float() if shift else rows).to(device)
-    top_k = torch.tensor([5, 30, 2, 4, 3, 1, 7, 12], dtype=torch.int32, device=device)
-    top_p = torch.tensor([0.9, 0.5, 0.9, 0.3, 2.0, 0.9, 0.2, 0.9], device=device)
-    limits_of = {}
-    for number in (2, ways):
-        limits_of[number] = torch.zeros(len(rows), 2, device=device)
-        _limits_of_rows[(len(rows),)](rows, top_k, top_p, limits_of[number], rows.shape[1], shift, number)
-    assert torch.equal(limits_of[ways].view(torch.int32), limits_of[2].view(torch.int32))
-
-
-@pytest.mark.parametrize("ways", [4, 8, 16])
-def test_the_best_groups_of_the_splits_are_those_that_bisection_finds(device, ways):
-    case = make_case(6, 3000, device, dtype=torch.float32, seed=3)
-    temperature = torch.tensor([0.2, 0.5, 1.0, 2.0, 4.0, 9.0], device=device)
-    case = case.with_params(temperature=temperature, truncation=limits(6, device, top_p=0.9))
-    config, lists = READ if CUDA else ReadConfig(16, 128, 4, ctas_per_sm=24, reduce_rows=64), []
-    for number in (2, ways):
-        workspace = Workspace(4096, device)
-        workspace.logits_buffer(6, case.head.spec, torch.float32, edited=False).operands.group_list.fill_(-7)
-        draw("logits", case, dataclasses.replace(config, search_ways=number), workspace=workspace)
-        lists.append(workspace.last_buffer.operands.group_list)
-    assert (lists[0] != -7).any() and torch.equal(*lists)
-
-
 # --- the results of splits ---------------------------------------------------------------------------------------
 
 
@@ -445,7 +372,7 @@ at_once = pytest.mark.parametrize("config", [FEW, MANY], ids=["few at a time", "
 
 
 def search(
-    logits, params: BatchParams, config=MANY, dtype=torch.float32, marked=None, ways=2
+    logits, params: BatchParams, config=MANY, dtype=torch.float32, marked=None
 ) -> tuple[SampleOutput, torch.Tensor]:
     """The output and the statuses of all rows, of which the marked ones are searched."""
     num_rows, vocab = logits.shape
@@ -458,7 +385,7 @@ def search(
     output = SampleOutput.empty(num_rows, logits.device, True)
     for tensor in output:
         tensor.fill_(-7)
-    search_truncated(buffer, params, LogitsSpec(vocab), output, config, search_ways=ways)
+    search_truncated(buffer, params, LogitsSpec(vocab), output, config)
     assert buffer.operands.searched.item() == marked.sum()
     assert not buffer.operands.arrived.any()
     return output, buffer.status
@@ -516,12 +443,12 @@ def test_a_search_of_a_flat_row_asks_as_often_as_it_needs(device, config):
     assert (status[:5] > 2).any() and (status[:5] > 1).all() and status[5] == 2
 
 
-def search_races(logits, position, truncation, ways=2) -> torch.Tensor:
+def search_races(logits, position, truncation) -> torch.Tensor:
     """The tokens that the search finds in one row's logits, at these of its ``races``."""
     num_rows = len(position)
     seed = torch.full_like(position, 3)
     params = BatchParams(torch.ones(num_rows, device=logits.device), seed, position, truncation)
-    output, _ = search(logits.expand(num_rows, -1), params, ways=ways)
+    output, _ = search(logits.expand(num_rows, -1), params)
     assert_found(output, logits.expand(num_rows, -1), params, 0.0)
     return output.token_ids
 
@@ -547,9 +474,8 @@ def test_a_search_lets_exactly_k_through(device):
     assert (token[[1, 3]] > 58).all()
 
 
-@pytest.mark.parametrize("ways", [2, 8], ids="{} ways".format)
 @pytest.mark.parametrize("apart", [1, 40], ids=["one group", "five groups"])
-def test_a_search_takes_top_p_of_just_what_top_k_has_left(device, apart, ways):
+def test_a_search_takes_top_p_of_just_what_top_k_has_left(device, apart):
     """With min-p on. Two 3s and three 2s are left, by a top-k of 4, with a tie, and of 5. The 2s are allowed where
     top-p is more than the share of the 3s, which 200 ones are no part of."""
     logits, allowed_ids = torch.ones(205, device=device), torch.arange(5, device=device) * apart
@@ -557,7 +483,7 @@ def test_a_search_takes_top_p_of_just_what_top_k_has_left(device, apart, ways):
     share = 2 / (2 + 3 * math.exp(-1))
     each = [{"top_k": k, "top_p": share + more, "min_p": 1e-6} for k in (4, 5) for more in (1e-3, -1e-3)]
     position = (races(logits, 100)[:, allowed_ids].argmax(1) >= 2).nonzero()[:4, 0]
-    token = search_races(logits, position, limits_by_row(each, device), ways)
+    token = search_races(logits, position, limits_by_row(each, device))
     assert logits[token].tolist() == [2.0, 3.0, 2.0, 3.0]
 
 
@@ -582,53 +508,6 @@ def test_a_search_never_finds_what_is_masked_and_ends_where_there_is_nothing(dev
     some = take(params, torch.arange(4, device=device))
     want = reference(logits[:4].double(), some)
     assert torch.equal(token[:4][~want.near_tie], want.token[~want.near_tie])
-
-
-# --- launches that start while the one before them ends ---------------------------------------------------------------
-
-
-LAUNCHERS = (screen_head, rescore_groups, draw_rescored)  # of the screened path, one of each file
-
-
-@pytest.fixture
-def asked(monkeypatch):
-    """The launches that are asked for, none of which runs: kernel, ``early``, and the constant that says so."""
-    launches = []
-
-    def record(kernel, programs, arguments, constants, num_warps, variant, *, early=False):
-        launches.append((kernel.fn.__name__, early, constants.get("EARLY", False)))
-        if "TILE" in constants and hasattr(constants["TILE"], "early"):
-            launches.append(("tile", constants["TILE"].early))
-
-    for launcher in (*LAUNCHERS, lm_head_sample, sample_logits, reduce_splits, sample_truncated, search_truncated):
-        monkeypatch.setattr(sys.modules[launcher.__module__], "launch", record)
-    return launches
-
-
-@pytest.mark.parametrize("able", [True, False])
-@pytest.mark.parametrize("path", ["fused", "logits"])
-def test_launches_behind_an_early_one_start_early_where_the_device_can_do_so(device, monkeypatch, asked, path, able):
-    monkeypatch.setattr(sys.modules[SplitLaunch.__module__], "supports_early_launch", lambda device: able)
-    case = make_case(2, 300, device)
-    first = "lm_head_sample_kernel" if path == "fused" else "sample_logits_kernel"
-    config = dataclasses.replace(TILE if path == "fused" else READ, early=True)
-    for truncation, kernels in (
-        (None, ["reduce_splits"]),
-        (limits(2, device, 5), ["sample_truncated", "search_truncated"]),
-    ):
-        asked.clear()
-        draw(path, case.with_params(truncation=truncation), config)
-        assert asked == [(first, False, False), ("tile", able), *((f"{name}_kernel", able, able) for name in kernels)]
-
-
-@pytest.mark.parametrize("early_search", [True, False])
-def test_the_search_of_screened_rows_starts_early_where_it_is_asked_to(device, monkeypatch, asked, early_search):
-    for launcher in (*LAUNCHERS, screened_sample):
-        monkeypatch.setattr(sys.modules[launcher.__module__], "supports_early_launch", lambda device: True)
-    case = make_case(2, 300, device).with_params(truncation=limits(2, device, 5))
-    draw("screened", case, dataclasses.replace(SCREEN, early=True, early_search=early_search))
-    assert ("draw_rescored_kernel", True, True) in asked
-    assert asked[-1] == ("search_truncated_kernel", early_search, early_search)
 
 
 # --- scratch and arguments ------------------------------------------------------------------------------------------

@@ -152,16 +152,6 @@ def test_the_screened_benchmark_races_the_fused_path_and_keeps_other_sections(dr
 
 
 @no_gpu
-@pytest.mark.full
-def test_the_screened_benchmark_races_every_way_to_search_a_limit_to_the_same_tokens(dry_run, load):
-    screened = load("screened")
-    rows = dry_run("screened", "--only", "searches")["sections"]["searches"]["rows"]
-    raced = [(row["sampling"], row["path"], row["way"]) for row in rows]
-    assert raced == [(name, path.value, way) for name, path in screened.SEARCHED for way in screened.WAYS]
-    assert not any(row["different"] for row in rows) and all(row["us"] > 0 for row in rows)
-
-
-@no_gpu
 @needs_sglang
 @pytest.mark.full
 def test_the_benchmark_of_ranks_compares_tokens_and_exchanges(dry_run):
