@@ -52,6 +52,7 @@ BESIDE = {
     "flashsample": ("stock", "oracle"),
     "greedy": ("stock",),
     "coupled": ("stock",),
+    "mapped": ("map", "stock"),
     "screen on": ("screen off",),
     "two roots": ("one root",),
     "decision plane": ("flashsample",),

@@ -7,7 +7,9 @@ rejection  SGLang's drafts by sampling, and rejection (EAGLE, EAGLE3, NEXTN)
 block      the same, whole blocks of drafts judged together (SGLang 0.5.23; not by default)
 tree       SGLang's verification of trees of the most likely tokens, 4 to a node, at most 5 deep
 greedy     our verification and, where a model drafts, our drafts: the most likely tokens
-coupled    our verification, drafts with the noise of the target's tokens (STANDALONE, EAGLE, NEXTN)
+coupled    our verification, drafts with the noise of the target's tokens (where a model drafts)
+map        SGLang's own, with a draft head of the likeliest ids (EAGLE, NEXTN: ``--speculative-token-map``)
+mapped     coupled, with that draft head
 
 The target is a checkpoint whose distribution is known (``sgl_flashsample/tools/markov.py``), computed at the full cost
 of its size. STANDALONE drafts with a smaller one whose logits have a normal error of ``--errors``; "p_max" and
@@ -78,8 +80,10 @@ PROMPT_TOKENS, SHORT = 32, 16
 DRAFT_LAYERS = 4
 HOT_IDS = 32_000  # ids of EAGLE3's draft model, for larger vocabularies
 ALGORITHMS = ("NGRAM", "STANDALONE", "EAGLE", "EAGLE3", "NEXTN")
-COUPLED = ("STANDALONE", "EAGLE", "NEXTN")
+DRAFTED = ("STANDALONE", "EAGLE", "EAGLE3", "NEXTN")  # by a model
 REJECTING = ("EAGLE", "EAGLE3", "NEXTN")
+MAPPED = ("EAGLE", "NEXTN")
+MAPPED_SHARE = 0.15  # of the target's ids
 TREE_WIDTH, TREE_DEPTH = 4, 5
 EXTEND_ATTENTION = "_fwd_kernel"  # serves several new tokens per row: a verification has it in each layer of the target
 # Kernels that end a verification
@@ -97,7 +101,7 @@ GPU_ARGUMENTS = [
 
 class Backend(NamedTuple):
     """name: --sampling-backend on a GPU. algorithms: those that it serves. options: of the server. width: drafts of a
-    node."""
+    node. mapped: with a token map."""
 
     name: str
     environment: dict[str, str]
@@ -105,6 +109,7 @@ class Backend(NamedTuple):
     options: tuple[str, ...] = ()
     width: int = 1
     speculates: bool = True
+    mapped: bool = False
 
     def steps(self, nodes: int) -> int:
         """Passes of the draft model for so many nodes, the root among them."""
@@ -117,9 +122,11 @@ BACKENDS = {
     STOCK: Backend("flashinfer", {}),
     "rejection": Backend("flashinfer", {}, REJECTING, ("--speculative-use-rejection-sampling",)),
     "block": Backend("flashinfer", {}, REJECTING, ("--speculative-use-rejection-sampling", BLOCK)),
-    "tree": Backend("flashinfer", {}, ("STANDALONE", *REJECTING), width=TREE_WIDTH),
+    "tree": Backend("flashinfer", {}, DRAFTED, width=TREE_WIDTH),
     "greedy": Backend(OURS, {SPECULATION_VARIABLE: "1", DRAFTS_VARIABLE: "greedy"}),
-    "coupled": Backend(OURS, {SPECULATION_VARIABLE: "1", DRAFTS_VARIABLE: "coupled"}, COUPLED),
+    "coupled": Backend(OURS, {SPECULATION_VARIABLE: "1", DRAFTS_VARIABLE: "coupled"}, DRAFTED),
+    "map": Backend("flashinfer", {}, MAPPED, mapped=True),
+    "mapped": Backend(OURS, {SPECULATION_VARIABLE: "1", DRAFTS_VARIABLE: "coupled"}, MAPPED, mapped=True),
 }
 
 
@@ -287,6 +294,8 @@ class Run:
 
     def _cells(self) -> Iterator[list[dict[str, Any]]]:
         target, draft = self._write_checkpoints()
+        if any(BACKENDS[name].mapped for name in self.backends):
+            self._write_token_map(target)
         servers = {name: self._server(name) for name in self.backends}
         try:
             for server in servers.values():
@@ -345,6 +354,16 @@ class Run:
         of = f"{self.error:g}" if self.algorithm == "STANDALONE" else self.algorithm
         return self.options.checkpoints / f"{self.about['model']}-draft-{of}"
 
+    @property
+    def _token_map(self) -> Path:
+        return self._target_folder / "token-map.pt"
+
+    def _write_token_map(self, target: markov.MarkovModel) -> None:
+        """The ids that the target is likeliest to draw at temperature 1, whatever came before."""
+        one_of_each = target.representative(torch.arange(self.size.vocab_size)).unique()
+        mean = target.distribution(one_of_each).mean(0)
+        torch.save(mean.topk(int(MAPPED_SHARE * len(mean))).indices.sort().values.tolist(), self._token_map)
+
     def _server(self, name: str) -> Server:
         # An idle server would otherwise take a core from the one that is measured.
         arguments = ["--disable-radix-cache", "--random-seed", "1", "--sleep-on-idle"]
@@ -355,6 +374,8 @@ class Run:
         if BACKENDS[name].speculates and self.algorithm != "NGRAM":
             arguments += ["--speculative-eagle-topk", str(BACKENDS[name].width), *BACKENDS[name].options]
             arguments += ["--speculative-num-steps", str(BACKENDS[name].steps(self.nodes))]
+            if BACKENDS[name].mapped:
+                arguments += ["--speculative-token-map", str(self._token_map)]
             if self.algorithm != "NEXTN":
                 arguments += ["--speculative-draft-model-path", str(self._draft_folder)]
         backend, on_gpu = BACKENDS[name], torch.cuda.is_available()

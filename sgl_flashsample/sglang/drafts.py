@@ -28,8 +28,9 @@ from ..kernels.params import BatchParams
 from ..selfcheck import MAX_COMPILED_ROWS
 from ..switches import DRAFTS_VARIABLE, word
 from .batch import Batch, batch_of, routing_of
-from .find_heads import processors_of
+from .find_heads import heads_of, processors_of
 from .lazy_logits import DraftLogits, LazyLogits, plain
+from .own_vocabulary import OwnVocabulary, unsupported_ids
 from .runtime import Runtime
 from .support import draft_model_has_its_own_head, unsupported_drafts
 
@@ -75,6 +76,7 @@ class Drafts:
         # The parameters of the requests. Graphs of SGLang's read them for as long as the process lives.
         self._rows: RowBuffers | None = None
         self._head: Head | None = None  # with scratch and a screen of its own
+        self._own: OwnVocabulary | None = None  # of a draft model that has some of the target's ids
         self._max_rows = 0  # rows that are drawn at once
 
     def attach(self, worker: Any, *args: Any, **kwargs: Any) -> None:
@@ -106,16 +108,22 @@ class Drafts:
         """Why drafts are SGLang's own."""
         if len(processors) != 1:
             return f"the draft model has {len(processors)} places that compute logits; expected 1"
-        return self.runtime.prepare_draft_head(worker.draft_runner.model, starting=False)
+        model, token_ids = worker.draft_runner.model, _own_token_ids(worker)
+        for processor, lm_head in heads_of(model):
+            weight = getattr(lm_head, "weight", None)
+            if token_ids is not None and weight is not None and len(weight) == len(token_ids):
+                processor.vocab_size = len(token_ids)  # with a token map it is still the target's
+        return self.runtime.prepare_draft_head(model, starting=False)
 
     def _not_coupled(self, worker: Any, processor: Any) -> str | None:
         """Why drafts are greedy; None where they are coupled."""
         if self.mode is DraftMode.GREEDY:
             return f"{DRAFTS_VARIABLE} says so"
-        if getattr(worker, "hot_token_id", None) is not None:
-            return "the draft model has a vocabulary of its own"
-        drafted, verified = processor.vocab_size, {s.processor.vocab_size for s in self.runtime.heads}
-        if verified != {drafted}:
+        token_ids, verified = _own_token_ids(worker), {s.processor.vocab_size for s in self.runtime.heads}
+        if token_ids is not None and len(verified) == 1:
+            assert self.runtime.draft_head is not None
+            return unsupported_ids(token_ids, self.runtime.draft_head.head.lm_head, *verified)
+        if verified != {drafted := processor.vocab_size}:
             return f"the draft model has {drafted} ids, the target {', '.join(map(str, sorted(verified)))}"
         return None
 
@@ -133,7 +141,13 @@ class Drafts:
             state.update(self._max_rows)
             (workspace, *_) = state.head.workspaces
             self._head = Head(lm_head, table=table, workspace=workspace, announces_changes=True)
-        self._head.screen = None if state.screen is None or state.screen.stopped else state.screen.pin()
+        token_ids = _own_token_ids(worker)
+        if token_ids is not None and self.mode is DraftMode.COUPLED:
+            (vocab_size,) = {target.processor.vocab_size for target in self.runtime.heads}
+            self._own = OwnVocabulary(self._head, token_ids, vocab_size)
+            self._max_rows = min(self._max_rows, self._own.max_rows)
+        else:
+            self._head.screen = None if state.screen is None or state.screen.stopped else state.screen.pin()
         self._rows = RowBuffers.allocate(self._max_requests, device)
 
     def load(self, worker: Any, batch: Any, *args: Any, **kwargs: Any) -> None:
@@ -210,7 +224,8 @@ class Drafts:
         for start in range(0, len(hidden), self._max_rows):
             rows = slice(start, start + self._max_rows)
             part = params.rows(rows.start, rows.stop)
-            drawn.append(self._head.draw(hidden[rows], part).token_ids)
+            own = self._own
+            drawn.append(self._head.draw(hidden[rows], part).token_ids if own is None else own.draw(hidden[rows], part))
         return drawn[0] if len(drawn) == 1 else torch.cat(drawn)
 
     def add_to_chain(
@@ -237,6 +252,11 @@ class Drafts:
             with contextlib.suppress(Exception):
                 self._rows.temperature.zero_()  # graphs that are captured already go on reading it
         _announce_stock(reason)
+
+
+def _own_token_ids(worker: Any) -> torch.Tensor | None:
+    """``[H]`` int64: the target's id of each id of a draft model that has not all of them."""
+    return getattr(worker, "hot_token_id", None)
 
 
 def target_positions(forward_batch: Any) -> torch.Tensor | None:

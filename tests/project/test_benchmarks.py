@@ -367,15 +367,16 @@ def test_a_trace_says_which_operations_take_logits(load):
 
 CHAIN = {"stock": (1, 7, False), "greedy": (1, 7, False)}
 REJECTION, TREE, COUPLED = {"rejection": (1, 7, True)}, {"tree": (4, 5, False)}, {"coupled": (1, 7, False)}
+MAPPED = {"map": (1, 7, False), "mapped": (1, 7, False)}
 
 
 @needs_sglang
 @pytest.mark.parametrize(
     ("algorithm", "expected"),
     [
-        ("EAGLE", CHAIN | REJECTION | TREE | COUPLED),
-        ("NEXTN", CHAIN | REJECTION | TREE | COUPLED),
-        ("EAGLE3", CHAIN | REJECTION | TREE),
+        ("EAGLE", CHAIN | REJECTION | TREE | COUPLED | MAPPED),
+        ("NEXTN", CHAIN | REJECTION | TREE | COUPLED | MAPPED),
+        ("EAGLE3", CHAIN | REJECTION | TREE | COUPLED),
         ("STANDALONE", CHAIN | TREE | COUPLED),
         ("NGRAM", dict.fromkeys(CHAIN, (None, None, False))),
     ],
@@ -396,6 +397,7 @@ def test_speculation_is_raced_against_each_mode_of_stock_that_the_algorithm_has(
         given = parser.parse_args(["--model-path", "x", *command.split()])
         width, steps = given.speculative_eagle_topk, given.speculative_num_steps
         found[name] = (width, steps, given.speculative_use_rejection_sampling)
+        assert (given.speculative_token_map is not None) == (name in MAPPED)
     assert found == expected
 
 
@@ -473,7 +475,7 @@ def test_answers_are_compared_until_they_differ_and_a_difference_is_judged_by_th
         ("NGRAM", False, "tiny", None),
         ("STANDALONE", True, "tiny", "tiny-draft-0.6"),
         ("EAGLE", True, "tiny", "tiny-draft-EAGLE"),
-        ("EAGLE3", False, "tiny", "tiny-draft-EAGLE3"),
+        ("EAGLE3", True, "tiny", "tiny-draft-EAGLE3"),
         ("NEXTN", True, "tiny-mtp", None),
     ],
 )
@@ -487,7 +489,10 @@ def test_the_benchmark_of_speculation_gives_each_algorithm_its_checkpoints(
     )
     run = speculation.Run(options, None, "tiny", algorithm, 4, 0.6)
     assert ("coupled" in run.backends) == coupled
-    run._write_checkpoints()
+    known, _ = run._write_checkpoints()
+    if algorithm in speculation.MAPPED:
+        run._write_token_map(known)
+        assert len(torch.load(run._token_map)) == int(0.15 * run.size.vocab_size)
     command = run._server("stock").command
     folders = [
         command[command.index(flag) + 1]

@@ -22,6 +22,7 @@ from sgl_flashsample import sample_from_logits
 from sgl_flashsample.kernels.params import BatchParams
 from sgl_flashsample.kernels.workspace import ScreenCounter
 from sgl_flashsample.selfcheck import MAX_COMPILED_ROWS
+from sgl_flashsample.sglang import own_vocabulary
 from sgl_flashsample.sglang.batch import BATCH_ATTRIBUTE, SLOTS_ATTRIBUTE, batch_of
 from sgl_flashsample.sglang.drafts import DRAFTS_VARIABLE, DraftMode, Drafts, start
 from sgl_flashsample.sglang.draw import launch
@@ -503,16 +504,46 @@ def test_drafts_read_the_targets_screen_and_are_not_counted_there(one_rank, hidd
     assert head.state.screen.num_bytes == unpinned + drafted.workspace.num_bytes
 
 
+OWN_IDS = torch.arange(VOCAB).reshape(-1, 3)[:, ::2].reshape(-1)  # two of three, so that groups are incomplete
+
+
+@pytest.mark.parametrize("told", [VOCAB, len(OWN_IDS)], ids=["a token map", "EAGLE3"])
+def test_a_draft_model_with_some_of_the_targets_ids_draws_with_the_noise_of_these(
+    server, hidden, info_of, device, told, monkeypatch
+):
+    """In rows of any number, also with another weight. told: ids of its LogitsProcessor."""
+    monkeypatch.setattr(own_vocabulary, "MAX_ROWS", 3)
+    order = torch.randperm(len(OWN_IDS), generator=torch.Generator().manual_seed(2))
+    token_ids = OWN_IDS[order].to(device)
+    lm_head = make_head(weights(device, seed=9)[token_ids])
+    drafting = server(lm_head=lm_head, vocab_size=told, hot_token_id=token_ids)
+    assert drafting.drafts.mode is DraftMode.COUPLED
+    drafting.load(info_of([request(str(row), sampling_seed=row, **params) for row, params in enumerate(MIXED)]))
+    states = 0.3 * hidden(len(MIXED))
+    for scale in (1.0, -1.0):
+        with torch.no_grad():
+            lm_head.weight.mul_(scale)
+        whole = torch.full((len(MIXED), VOCAB), -torch.inf, device=device)
+        whole[:, token_ids] = (states.float() @ lm_head.weight.float().T).to(states.dtype).float()
+        want = drawn(whole, TEMPERATURES, list(range(len(MIXED))), [FIRST + 1] * len(MIXED))
+        assert token_ids[drafting.decode(states).argmax(-1)].tolist() == want
+        assert want != whole.argmax(-1).tolist(), "some rows are drawn"
+    assert drafting.computed == 0
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("screened", [False, True])
+@pytest.mark.parametrize("kind", ["without a screen", "screened", "some of the target's ids"])
 def test_a_captured_pass_draws_on_while_batches_grow_and_follows_the_loaded_parameters(
-    one_rank, hidden, info_of, device, screened
+    one_rank, hidden, info_of, device, server, kind
 ):
     """100,000 replays, between which the target draws, from the same INT8 copy where there is one, and its workspace is
     replaced by larger ones."""
-    head = CountingHead(device, screened=screened)
-    coupled, states = Server(head), 0.3 * hidden(REQUESTS)
-    assert (coupled.drafts._head.screen is not None) == screened
+    head, own = CountingHead(device, screened=kind == "screened"), dict[str, Any]()
+    if kind == "some of the target's ids":
+        ids = OWN_IDS.to(device)
+        own = {"lm_head": make_head(weights(device, seed=9)[ids]), "vocab_size": len(ids), "hot_token_id": ids}
+    coupled, states = Server(head, **own), 0.3 * hidden(REQUESTS)
+    assert (coupled.drafts._head.screen is not None) == (kind == "screened")
     batch = forward_batch("DECODE", torch.full((REQUESTS,), FIRST, device=device), REQUESTS)
     infos = [info_of(requests_at(t, REQUESTS)) for t in (1.0, 0.5)]
     wanted = []
@@ -543,7 +574,15 @@ def test_a_captured_pass_draws_on_while_batches_grow_and_follows_the_loaded_para
     [
         ({}, None),
         ({"mode": DraftMode.GREEDY}, "FLASHSAMPLE_DRAFTS says so"),
-        ({"hot_token_id": [5, 9]}, "the draft model has a vocabulary of its own"),
+        ({"hot_token_id": torch.tensor([5, 9])}, f"the draft model has {VOCAB} rows for 2 of the target's ids"),
+        (
+            {"hot_token_id": torch.tensor([*range(VOCAB - 1), 5])},
+            f"the draft model's ids are not different ones from 0 to {VOCAB - 1}",
+        ),
+        (
+            {"hot_token_id": torch.arange(1, VOCAB + 1)},
+            f"the draft model's ids are not different ones from 0 to {VOCAB - 1}",
+        ),
         ({"vocab_size": VOCAB - 16}, f"the draft model has {VOCAB - 16} ids, the target {VOCAB}"),
     ],
     ids=str,
@@ -719,7 +758,8 @@ SERVERS = {
     "coupled": ("STANDALONE", "standalone", "coupled", "they are coupled"),
     "eagle": ("EAGLE", "eagle", "coupled", "they are coupled"),
     "mtp": ("NEXTN", None, "coupled", "they are coupled"),
-    "eagle3": ("EAGLE3", "eagle3", "coupled", "they are greedy: the draft model has a vocabulary of its own"),
+    "map": ("EAGLE", "eagle", "coupled", "they are coupled"),
+    "eagle3": ("EAGLE3", "eagle3", "coupled", "they are coupled"),
     "tree": ("EAGLE", "eagle", "coupled", "drawing a tree of drafts"),
 }
 TREE = ["--speculative-eagle-topk", "2", "--speculative-num-draft-tokens", str(2 * STEPS + 1)]
@@ -773,13 +813,15 @@ def test_a_servers_tokens_do_not_depend_on_its_drafts_and_coupled_ones_are_accep
     drafters.write_eagle(tmp_path / "eagle", size)
     drafters.write_eagle3(tmp_path / "eagle3", size, hot_ids=500)
     drafters.write_mtp(tmp_path / "mtp", size)
+    torch.save([token_id for token_id in range(size.vocab_size) if token_id % 8], tmp_path / "map.pt")
     answers, long = {}, {}
     for name in ("none", "ngrams", *SERVERS):
         environment, arguments, line = {}, ["--disable-radix-cache"], None
         if name in SERVERS:
             algorithm, drafter, drafts, line = SERVERS[name]
             environment = {"FLASHSAMPLE_DRAFTS": drafts} | INTERPRETED
-            arguments += [*SPECULATING, *(TREE if name == "tree" else []), "--speculative-algorithm", algorithm]
+            more = {"tree": TREE, "map": ["--speculative-token-map", str(tmp_path / "map.pt")]}.get(name, [])
+            arguments += [*SPECULATING, *more, "--speculative-algorithm", algorithm]
             if drafter is not None:
                 arguments += ["--speculative-draft-model-path", str(tmp_path / drafter)]
         elif name == "ngrams":
@@ -805,3 +847,4 @@ def test_a_servers_tokens_do_not_depend_on_its_drafts_and_coupled_ones_are_accep
     print(rates)
     assert 0.05 < rates["stock"] < rates["coupled"] - 0.2 and 0.3 < rates["coupled"] < 0.95
     assert min(rates["eagle"], rates["mtp"]) > 0.8, "their hidden states are almost the target's"
+    assert rates["map"] > 0.6, "an eighth of the ids is not drafted"
