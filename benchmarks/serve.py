@@ -4,8 +4,9 @@
 
 Both servers run at once with the same arguments and dummy weights of the model's size; an idle one leaves the GPU
 alone, and one with pipeline stages stands still meanwhile, since it keeps CPU cores busy. Cells are measured as
-``sgl-flashsample bench`` does (``sgl_flashsample/tools/bench.py``). Medians, and half the distance between the
-quartiles. Host time is the server's own metric ``sglang:flashsample_host_seconds``.
+``sgl-flashsample bench`` does (``sgl_flashsample/tools/bench.py``), with a fixed number of pairs. Medians, half the
+distance between the quartiles, and the change pair by pair with its 99 % interval. Host time is the server's own metric
+``sglang:flashsample_host_seconds``.
 
 stock    stock SGLang and our backend
 screen   our backend without a screen and with one; answers to seeded requests are compared too
@@ -254,10 +255,11 @@ class ModelRun:
         if self.options.tp > 1:
             rows[-1]["bytes_per_row"] = self._bytes_per_row(SAMPLINGS[sampling], batch)
             received = f", {rows[-1]['bytes_per_row']:.0f} bytes per row and rank"
-        us = [row["tpot_us"] for row in rows]
+        us, ratio = [row["tpot_us"] for row in rows], Ratio.paired(*(cell.samples[n][0] for n in (OURS, STOCK)), ALPHA)
         print(
             f"{self.name} {sampling:12} B={batch:<3} {' -> '.join(servers)} {us[0]:7.0f} -> {us[1]:.0f} us, "
-            f"{cell.comparison.percent}, {cell.paths}, host {cell.host_us:.0f} us{received}",
+            f"{100 * ratio.off:+.1f} % ({100 * ratio.low:+.1f} to {100 * ratio.high:+.1f}), {cell.paths}, "
+            f"host {cell.host_us:.0f} us{received}",
             flush=True,
         )
         return rows

@@ -16,6 +16,8 @@ from typing import Any
 
 from sources import drawing_code, fingerprint
 
+from sgl_flashsample.autotune.race import Ratio
+from sgl_flashsample.tools.comparison import ALPHA
 from sgl_flashsample.tools.samplings import SAMPLINGS
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -176,8 +178,8 @@ def pair_words(stock: Row, ours: Row, time: str = "tpot_us", spread: str = "spre
 
 @dataclasses.dataclass(frozen=True)
 class Pair:
-    """Two figures of one cell, and the spread of each. rate: more is better. low, high: the interval of the ratio of
-    two rates, where the benchmark has one."""
+    """Two figures of one cell, and the spread of each. rate: more is better. low, high: the interval of their ratio,
+    where the benchmark has one."""
 
     one: float
     ours: float
@@ -238,7 +240,14 @@ DRAFTS = ("model", "algorithm", "draft_tokens", "error", "batch", "temperature")
 def server_pairs(results: Results) -> list[tuple[Row, Pair]]:
     """A row of ours and the pair, of each cell of servers with batches that stay."""
     sides = [of for of in results.sides("serve", "stock", fields=SERVER).values() if len(of) == 2]
-    return [(of[FLASHSAMPLE], Pair.of(of[STOCK], of[FLASHSAMPLE], "tpot_us", "spread_us")) for of in sides]
+    return [(of[FLASHSAMPLE], _of_samples(of[STOCK], of[FLASHSAMPLE])) for of in sides]
+
+
+def _of_samples(stock: Row, ours: Row) -> Pair:
+    """The medians, and the interval of the ratio pair by pair."""
+    pair = Pair.of(stock, ours, "tpot_us", "spread_us")
+    ratio = Ratio.paired(ours["samples"], stock["samples"], ALPHA)
+    return dataclasses.replace(pair, low=1 + ratio.low, high=1 + ratio.high)
 
 
 def traffic_pairs(results: Results) -> list[tuple[Row, Pair]]:
@@ -434,7 +443,7 @@ def losses(folder: Path) -> str:
     rest = len(pairs) - faster - len(certain)
     lines = [[about, f"{pair.figures()} {unit}", pair.change_words()] for about, unit, pair in certain]
     lines += [line for gpu in gpus(folder) for line in _slower_answers(Results(gpu, folder))]
-    words = f"{len(pairs)} cells of servers were compared with stock. Beyond their spreads {faster} are faster and "
+    words = f"{len(pairs)} cells of servers were compared with stock. For certain {faster} are faster and "
     words += f"{len(certain)} are slower; of the other {rest}, {len(slower) - len(certain)} are slower."
     return f"{words}\n\n{markdown((['slower', 'stock → ours', 'change'], lines))}\n\n{_kernels_lost(folder)}"
 
