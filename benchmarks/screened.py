@@ -6,6 +6,8 @@ speed         whole steps beside the fused path, the GEMM alone, FlashInfer and 
 tokens        rows of four kinds of heads, at several temperatures and truncations, drawn by both paths with the same
               noise; a token that differs is a near-tie where both scores agree to 1e-5
 distribution  total variation between many draws and the known distribution, beside what chance alone gives
+launches      the launches of a screened step, plain and truncated, in their order: when each starts and how long it
+              runs, in a trace of replays
 decision      heads without a tuned table: what the race at the start of a server decides, how long it takes, and the
               times of both paths on other batches
 
@@ -16,15 +18,20 @@ sixteenth of the draws, two heads of the decision.
 from __future__ import annotations
 
 import functools
+import itertools
+import json
 import math
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from common import DEVICE, DRY_RUN, DTYPE, SHAPES, Benchmark, Result, Shape
 from contenders import Selection, Tree
+from hot_path import captured
 from racing import Race, Session
 
 from sgl_flashsample import BatchParams, Head, LMHead, SampleOutput, SamplingPath, Truncation, screen_race
@@ -58,6 +65,7 @@ UNTABLED = (
     else [Shape(5120, 248320), Shape(3584, 152064), Shape(7168, 129280), Shape(5120, 131072), Shape(2560, 262208)]
 )
 DECISION_ROUNDS = 1 if DRY_RUN else 9
+LAUNCHED, REPLAYS = ("t1", "T0.6 k50p90"), 30
 
 
 def make_tree(weight: torch.Tensor, rows: int) -> Tree:
@@ -245,6 +253,49 @@ def race_at_start(
     return table, [screen_race.race(parts, table, watch) for _ in range(count)]
 
 
+def launches(options: Any) -> dict[str, Any]:
+    shape, rows = SHAPES[0], list[dict[str, Any]]()
+    tree = make_tree(shape.weight(), max(BATCHES))
+    for size, name in itertools.product(BATCHES, LAUNCHED):
+        call = tree.entrant(Workload(tree.head, size), name, SCREENED).call
+        call(0)  # loads the kernels
+        cell = {"B": size, "sampling": name}
+        rows += [cell | launch for launch in launches_of([] if DRY_RUN else trace(captured(call)), REPLAYS)]
+    return shape.fields | {"rows": rows}
+
+
+def trace(step: Callable[[], Any]) -> list[dict[str, Any]]:
+    """The events of ``REPLAYS`` steps, one after the other. Each reads more than the L2 cache holds."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        for _ in range(REPLAYS):
+            step()
+        torch.cuda.synchronize()
+    with tempfile.TemporaryDirectory() as folder:
+        profiler.export_chrome_trace(str(file := Path(folder) / "trace.json"))
+        return json.loads(file.read_text())["traceEvents"]
+
+
+def launches_of(events: list[dict[str, Any]], replays: int) -> list[dict[str, Any]]:
+    """The launches of one of so many equal steps: medians of microseconds. Raises ValueError where the kernels are not
+    as many in each step."""
+    kernels = sorted((event for event in events if event.get("cat") == "kernel"), key=lambda event: event["ts"])
+    of_step, rest = divmod(len(kernels), replays)
+    if rest:
+        raise ValueError(f"{replays} steps have {len(kernels)} kernels; expected as many in each")
+    steps = [kernels[first : first + of_step] for first in range(0, len(kernels), max(1, of_step))]
+    return [
+        {
+            "launch": place,
+            "kernel": same[0]["name"],
+            "start_us": round(
+                statistics.median(event["ts"] - step[0]["ts"] for event, step in zip(same, steps, strict=True)), 2
+            ),
+            "us": round(statistics.median(event["dur"] for event in same), 2),
+        }
+        for place, same in enumerate(zip(*steps, strict=True))
+    ]
+
+
 def decision(options: Any) -> dict[str, Any]:
     """Per head: the seconds of two races, of which the second finds everything loaded, and the words of the first. Per
     heat of the first: whether the screen won, and the times of both paths in the race and on the batches of
@@ -281,7 +332,13 @@ def _draw_step(draw_batch: Draw, work: Workload, params: Sequence[BatchParams], 
     return draw_batch(work.hidden, params[step])
 
 
-SECTIONS = {"speed": speed, "tokens": tokens, "distribution": distribution, "decision": decision}
+SECTIONS = {
+    "speed": speed,
+    "tokens": tokens,
+    "distribution": distribution,
+    "launches": launches,
+    "decision": decision,
+}
 
 
 def measure(options: Any, result: Result) -> int:

@@ -143,7 +143,7 @@ def test_the_screened_benchmark_compares_tokens(dry_run, load):
 @pytest.mark.full
 def test_the_screened_benchmark_races_the_fused_path_and_keeps_other_sections(dry_run):
     before = dry_run("screened", "--only", "distribution")["sections"]
-    sections = dry_run("screened", "--only", "speed", "decision", "--keep")["sections"]
+    sections = dry_run("screened", "--only", "speed", "launches", "decision", "--keep")["sections"]
     assert sections["distribution"] == before["distribution"]
     assert {row["path"] for row in sections["speed"]["rows"]} >= {"gemm", "fused", "screened"}
     assert all(row["rows_left"] == 0 for row in sections["speed"]["rows"] if row["path"] == "screened")
@@ -505,6 +505,20 @@ def test_the_benchmark_of_speculation_gives_each_algorithm_its_checkpoints(
 
 
 START = {7: 100.0, 8: 105.5, 9: 109.0}  # of kernels that take 4 us
+
+
+def test_a_trace_says_when_each_launch_of_a_step_starts_and_how_long_it_runs(load):
+    def kernel(name: str, ts: float, dur: float) -> dict:
+        return {"cat": "kernel", "name": name, "ts": ts, "dur": dur}
+
+    steps = [[kernel("screen", 100.0 * n, 50.0 + n), kernel("draw", 100.0 * n + 53, 4.0)] for n in range(3)]
+    events = [*steps[2], {"cat": "gpu_memset", "name": "fill", "ts": 55.0}, *steps[0], *steps[1]]
+    assert load("screened").launches_of(events, 3) == [
+        {"launch": 0, "kernel": "screen", "start_us": 0.0, "us": 51.0},
+        {"launch": 1, "kernel": "draw", "start_us": 53.0, "us": 4.0},
+    ]
+    with pytest.raises(ValueError, match="3 steps have 5 kernels; expected as many in each"):
+        load("screened").launches_of(events[1:], 3)
 
 
 def test_a_trace_says_what_a_step_asks_of_cuda(load, tmp_path):
