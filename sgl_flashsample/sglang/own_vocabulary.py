@@ -24,8 +24,9 @@ def unsupported_ids(token_ids: torch.Tensor, lm_head: LMHead, vocab_size: int) -
     ordered = token_ids.sort().values
     if not (ordered[0] >= 0 and ordered[-1] < vocab_size and (ordered[1:] > ordered[:-1]).all()):
         return f"the draft model's ids are not different ones from 0 to {vocab_size - 1}"
-    if lm_head.softcap is not None:  # it would make minus infinity a logit that can be drawn
-        return "the draft model has a vocabulary of its own and a softcap"
+    # Minus infinity would become a logit that can be drawn.
+    if lm_head.softcap is not None or not (1.0 if lm_head.logit_scale is None else lm_head.logit_scale) > 0:
+        return "the draft model has some of the target's ids, and a softcap or a scale that is not positive"
     return None
 
 
