@@ -69,8 +69,9 @@ class Int8Head:
         device = head.weight.device
         if width > MAX_HIDDEN:
             raise ValueError(f"weight has {width} columns; expected {MAX_HIDDEN} or fewer")
-        self.weight = torch.zeros(rows, cdiv(width, _ALIGNMENT) * _ALIGNMENT, dtype=torch.int8, device=device)
-        self.operands = Int8Operands(*(torch.empty(rows, dtype=torch.float32, device=device) for _ in range(3)))
+        with torch.inference_mode(False):  # else ``rebuild`` could not write to them outside of that mode
+            self.weight = torch.zeros(rows, cdiv(width, _ALIGNMENT) * _ALIGNMENT, dtype=torch.int8, device=device)
+            self.operands = Int8Operands(*(torch.empty(rows, dtype=torch.float32, device=device) for _ in range(3)))
         self._descriptors: dict[tuple[int, int], TensorDescriptor] = {}
         self.rebuild(head)
 
@@ -134,6 +135,10 @@ class _WeightState:
     def __init__(self, weight: torch.Tensor) -> None:
         self._storage = StorageWeakRef(weight.untyped_storage())
         self._address, self._version = weight.data_ptr(), _version_of(weight)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _WeightState:
+        """The same: a copy of ``StorageWeakRef`` would let go of a count that it never took."""
+        return self
 
     def is_of(self, weight: torch.Tensor) -> bool:
         if weight.data_ptr() != self._address or _version_of(weight) != self._version:

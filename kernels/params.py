@@ -372,19 +372,23 @@ class BatchParams:
         variant = (truncation is None, edit_variant, scale is None, softcap and len(softcap))
         return FeatureOperands(truncation, edits, scale, softcap, int(given), variant)
 
-    def check(self, name: str, rows: torch.Tensor, spec: LogitsSpec) -> None:
-        """Raise ValueError unless there is one value per row of ``rows``, which messages call ``name``."""
-        num_rows, width = rows.shape[0], spec.vocab_end
-        check_tensor("temperature", self.temperature, (num_rows,), torch.float32, rows)
-        check_tensor("seed", self.seed, (num_rows,), torch.int64, rows)
-        check_tensor("position", self.position, (num_rows,), torch.int64, rows)
+    def check_rows(self, num_rows: int, like: torch.Tensor) -> None:
+        """Raise ValueError unless there is one value per row, edits apart, on the device of ``like``."""
+        check_tensor("temperature", self.temperature, (num_rows,), torch.float32, like)
+        check_tensor("seed", self.seed, (num_rows,), torch.int64, like)
+        check_tensor("position", self.position, (num_rows,), torch.int64, like)
         for field, value, kind in (("truncation", self.truncation, Truncation), ("edits", self.edits, LogitEdits)):
             if value is not None and not isinstance(value, kind):
                 raise ValueError(f"{field} is a {type(value).__name__}; expected {kind.__name__} or None")
         if self.truncation is not None:
-            self.truncation.check(num_rows, rows)
-            if spec.shards > 1:
-                raise ValueError(f"shards is {spec.shards}; expected 1, the whole vocabulary, with a truncation")
+            self.truncation.check(num_rows, like)
+
+    def check(self, name: str, rows: torch.Tensor, spec: LogitsSpec) -> None:
+        """Raise ValueError unless there is one value per row of ``rows``, which messages call ``name``."""
+        num_rows, width = rows.shape[0], spec.vocab_end
+        self.check_rows(num_rows, rows)
+        if self.truncation is not None and spec.shards > 1:
+            raise ValueError(f"shards is {spec.shards}; expected 1, the whole vocabulary, with a truncation")
         if self.edits is not None:
             self.edits.check(num_rows, width, rows)
         if num_rows * (width + GROUP_SIZE) >= 2**31 and (self.truncation or self.edits):
@@ -741,6 +745,7 @@ def _row_scale(scale: Any, weight: torch.Tensor) -> torch.Tensor:
         raise ValueError(f"scale is {tuple(scale.shape)} {scale.dtype} with strides {scale.stride()}; {expected}")
     if scale.device != weight.device:
         raise ValueError(f"scale is on {scale.device}; expected it on the weight's {weight.device}")
+    scale = scale.detach() if scale.requires_grad else scale
     return scale.reshape(1).repeat(rows) if is_one else scale
 
 

@@ -195,7 +195,8 @@ class Workspace:
             same_kind = held is not None and held.dtype is dtype and held.shape[1] == stride
             rows = _grown(held.shape[0], num_rows) if held is not None and same_kind else num_rows
             held = self._gemm = None  # the old one goes before the new one comes
-            held = self._gemm = torch.empty(rows, stride, dtype=dtype, device=self.device)
+            with torch.inference_mode(False):  # else PyTorch could not write to it outside of that mode
+                held = self._gemm = torch.empty(rows, stride, dtype=dtype, device=self.device)
         return held[:num_rows, :width]
 
     def half_hidden(self, num_rows: int, width: int) -> HalfHidden:

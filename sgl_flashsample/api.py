@@ -243,13 +243,17 @@ def verify(
     num_rows, num_nodes = shape
     check_tensor("draft_tokens", draft_tokens, tuple(shape), torch.int64, hidden)
     check_params(params)
-    check_tensor("position", params.position, (num_rows,), torch.int64, hidden)
+    params.check_rows(num_rows, hidden)
     tree = DraftTree.chain(num_nodes, hidden.device) if tree is None else tree
     if not isinstance(tree, DraftTree):
         raise ValueError(f"tree is a {type(tree).__name__}; expected a DraftTree or None")
     for name, column in zip(tree._fields, tree, strict=True):
+        if not isinstance(column, torch.Tensor):
+            raise ValueError(f"tree.{name} is a {type(column).__name__}; expected an int64 tensor")
         if tuple(column.shape) not in ((num_nodes,), tuple(shape)):
             raise ValueError(f"tree.{name} is {tuple(column.shape)}; expected {(num_nodes,)} or {tuple(shape)}")
+        if column.dtype != torch.int64 or column.device != hidden.device:
+            raise ValueError(f"tree.{name} is {column.dtype} on {column.device}; expected int64 on {hidden.device}")
     first_child, next_sibling, depth = (column.expand(shape).contiguous() for column in tree)
     params = params.repeated(num_nodes)
     params = dataclasses.replace(params, position=params.position + depth.reshape(-1))

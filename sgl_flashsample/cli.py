@@ -11,6 +11,7 @@ import contextlib
 import functools
 import importlib.util
 import json
+import math
 import os
 import signal
 import sys
@@ -324,8 +325,8 @@ def bench(options: argparse.Namespace, arguments: list[str]) -> int:
         ("--input-tokens", [options.input_tokens], 1),
         ("--output-tokens", [options.output_tokens], 16),
     ):
-        if min(values) < least:
-            raise ValueError(f"{option} is {min(values):g}; expected {least} or more")
+        if bad := [value for value in values if not least <= value < math.inf]:
+            raise ValueError(f"{option} is {bad[0]:g}; expected {least} or more")
     for option, given in (("--load", options.load), ("--in-turns", options.in_turns or None)):
         if traffic and given is not None:
             raise ValueError(f"{option} is no option of a measurement with --traffic; leave it out")

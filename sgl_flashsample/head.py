@@ -17,7 +17,7 @@ from .kernels.config import ReadConfig
 from .kernels.params import BatchParams, LMHead, LogitsSpec, SampleOutput
 from .kernels.sample_logits import read_slots
 from .kernels.workspace import LogprobWorkspace, Workspace
-from .kinds import BatchKind, SamplingPath
+from .kinds import BatchKind, Config, SamplingPath
 from .logprobs import Logprobs, WantedLogprobs
 from .screen import Screen
 from .tables.lookup import resolve
@@ -115,6 +115,11 @@ class Head:
     def table(self, table: DispatchTable) -> None:
         self._table = table
         self._parts = self._parts._replace(truncation_config=table.truncation_config)
+        kept, lm_head, max_rows = self._parts.workspace, self._parts.lm_head, self.max_rows
+        if max_rows and kept is not None and table.traits == HeadTraits.of(lm_head):
+            slots = (paths.slots_for(config, lm_head, max_rows) for config in self._configs_up_to(max_rows))
+            if kept.slots < max(slots):
+                self.grow(max_rows)
 
     @property
     def screen(self) -> Screen | None:
@@ -179,13 +184,17 @@ class Head:
                 return self._draw_on(SamplingPath(path), hidden, params, kind, return_logprob)
             if table.takes_flashinfer(num_rows, kind) and unsupported_batch(lm_head, params, return_logprob) is None:
                 try:
-                    return paths.launch_flashinfer(hidden, params, self._parts)
+                    return paths.launch_flashinfer(hidden, params, self._parts_for(num_rows))
                 except FlashInferError as error:  # a request must not fail because a path cannot serve it
                     give_up(error)
             if self._has_small_top_k(params) and self._unsupported_by_screen(num_rows, return_logprob) is None:
                 kind = kind.screened
             config = table.lookup(num_rows, kind)
-            return paths.launch(config, hidden, params, self._parts, return_logprob=return_logprob)
+            return paths.launch(config, hidden, params, self._parts_for(num_rows), return_logprob=return_logprob)
+
+    def _parts_for(self, num_rows: int) -> paths.Parts:
+        """Without the kept scratch where that is for fewer rows: captured graphs go on using it."""
+        return self._parts if num_rows <= self.max_rows or not self.max_rows else self._parts._replace(workspace=None)
 
     def _draw_on(
         self, path: SamplingPath, hidden: torch.Tensor, params: BatchParams, kind: BatchKind, return_logprob: bool
@@ -199,10 +208,14 @@ class Head:
             reason, kind = self._unsupported_by_screen(num_rows, return_logprob), kind.screened
         if reason is not None:
             raise ValueError(f"path is {path.value!r}, which cannot serve this batch: {reason}")
+        parts = self._parts_for(num_rows)
         if path is SamplingPath.FLASHINFER:
-            return paths.launch_flashinfer(hidden, params, self._parts)
+            return paths.launch_flashinfer(hidden, params, parts)
         config = self.table.lookup_on(path, num_rows, kind)
-        return paths.launch(config, hidden, params, self._parts, return_logprob=return_logprob)
+        # Scratch is kept for the configurations of the table alone.
+        if parts.workspace is not None and parts.workspace.slots < paths.slots_for(config, lm_head, num_rows):
+            parts = parts._replace(workspace=None)
+        return paths.launch(config, hidden, params, parts, return_logprob=return_logprob)
 
     def _unsupported_by_screen(self, num_rows: int, return_logprob: bool) -> str | None:
         """Why the screen cannot serve such a batch; None where it can."""
@@ -253,10 +266,10 @@ class Head:
         with paths.on_device_of(hidden):
             in_host_memory = draws_in_host_memory(hidden.device)
             if path is None and not in_host_memory and paths.reads_ids_from_head(config, num_rows, lm_head, wanted):
-                return paths.launch_with_ids(config, hidden, params, self._parts, wanted)
+                return paths.launch_with_ids(config, hidden, params, self._parts_for(num_rows), wanted)
             scratch = self._logprob_scratch
             if scratch is None or scratch.rows.max_rows < len(hidden):
-                return paths.launch_with_logprobs(hidden, params, self._parts, wanted)
+                return paths.launch_with_logprobs(hidden, params, self._parts_for(num_rows), wanted)
             parts = self._parts._replace(workspace=scratch.draw)
             return paths.launch_with_logprobs(hidden, params, parts, wanted, scratch.rows)
 
@@ -313,8 +326,12 @@ class Head:
         """
         check_rows("logits", logits)
         check_params(params)
-        spec = self._spec_of_rows(vocab_size)
-        return paths.read_logits(logits, spec, params, self._rows_workspace, return_logprob=return_logprob)
+        spec, workspace = self._spec_of_rows(vocab_size), self._workspace_of_rows(len(logits))
+        return paths.read_logits(logits, spec, params, workspace, return_logprob=return_logprob)
+
+    def _workspace_of_rows(self, num_rows: int) -> Workspace | None:
+        kept = self._rows_logprobs
+        return self._rows_workspace if kept is not None and num_rows <= kept.max_rows else None
 
     def draw_from_logits_with_logprobs(
         self, logits: torch.Tensor, params: BatchParams, wanted: WantedLogprobs, *, vocab_size: int | None = None
@@ -326,7 +343,8 @@ class Head:
         spec, scratch = self._spec_of_rows(vocab_size), self._rows_logprobs
         if scratch is not None and (scratch.max_rows < logits.shape[0] or scratch.vocab_size != spec.vocab_size):
             scratch = None
-        return paths.read_logits_with_logprobs(logits, spec, params, self._rows_workspace, wanted, scratch)
+        workspace = self._workspace_of_rows(len(logits))
+        return paths.read_logits_with_logprobs(logits, spec, params, workspace, wanted, scratch)
 
     def _spec_of_rows(self, vocab_size: int | None) -> LogitsSpec:
         lm_head = self._parts.lm_head
@@ -337,7 +355,7 @@ class Head:
         """``hidden @ weight.T``, ``[B, V]``, padding included, before scale, softcap and edits: in ``out``, else in
         scratch that the next draw may write to. float32 where logits are rounded to another dtype than that of the
         hidden states. A quantised weight is converted a part at a time, in memory of its own."""
-        workspace = self._parts.workspace or Workspace(1, hidden.device)
+        workspace = self._parts_for(len(hidden)).workspace or Workspace(1, hidden.device)
         return paths.compute_logits(hidden, self.lm_head, workspace, out=out)
 
     def check(self, max_rows: int, *, bool_masks: bool = False) -> selfcheck.Checked:
@@ -355,10 +373,7 @@ class Head:
         """Make scratch for batches of up to ``max_rows`` rows in the place of the scratch so far, on whatever path they
         take; graphs that were captured with that must not be replayed. Batches then allocate no scratch, but for the
         logits of truncated rows."""
-        lm_head, screen = self.lm_head, self.screen
-        configs = {config for _, _, config in self.table.configs_up_to(max_rows, screened=True)}
-        if lm_head.shards > 1:  # one rank that finds no memory in a step would leave the others alone
-            configs |= {config for _, _, config in reading_table(HeadTraits.of(lm_head)).configs_up_to(max_rows)}
+        lm_head, screen, configs = self.lm_head, self.screen, self._configs_up_to(max_rows)
         slots = max(paths.slots_for(config, lm_head, max_rows) for config in configs)
         workspace = Workspace(slots, lm_head.weight.device, self._searched)
         if lm_head.scale is not None:
@@ -372,6 +387,13 @@ class Head:
             self._logprob_scratch = LogprobScratch(workspace, readers)
         if screen is not None and not screen.closed and (rows := self.table.screened_rows(max_rows)) > screen.max_rows:
             screen.grow(rows)
+
+    def _configs_up_to(self, max_rows: int) -> set[Config]:
+        """The configurations that batches of up to ``max_rows`` rows take."""
+        configs = {config for _, _, config in self.table.configs_up_to(max_rows, screened=True)}
+        if self.lm_head.shards > 1:  # one rank that finds no memory in a step would leave the others alone
+            configs |= {config for _, _, config in reading_table(HeadTraits.of(self.lm_head)).configs_up_to(max_rows)}
+        return configs
 
     def reserve_rows(self, max_rows: int, vocab_size: int) -> None:
         """Make scratch for ``draw_from_logits`` of up to ``max_rows`` rows of a vocabulary of ``vocab_size`` ids, with

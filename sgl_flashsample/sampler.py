@@ -207,6 +207,7 @@ class Sampler:
         num_rows = hidden.shape[0]
         with self._lock:
             if num_rows > self.head.max_rows:
+                self.head.lm_head.check(hidden)
                 self.head.grow(num_rows)
             rows = self._rows
             if rows is None or rows.params is not params or len(rows.seed) != num_rows:

@@ -102,7 +102,8 @@ class Drafts:
             words = "coupled: drawn at each request's temperature, with the target's noise"
         else:
             words = f"greedy: {not_coupled}"
-        logger.info("flashsample: drafts come from hidden states, without logits; they are %s", words)
+        how = "without logits" if self._own is None else "through logits of the ids that the draft model has"
+        logger.info("flashsample: drafts come from hidden states, %s; they are %s", how, words)
 
     def _unsupported(self, worker: Any, processors: list[Any]) -> str | None:
         """Why drafts are SGLang's own."""

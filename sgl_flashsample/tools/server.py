@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import http.client
 import json
 import os
 import random
@@ -207,7 +208,8 @@ class Server:
 
     def stream(self, **fields: Any) -> Iterator[bytes]:
         """POST /generate, of one prompt: its answer so far as JSON, each time that it has grown."""
-        with self._open("/generate", json.dumps(fields | {"stream": True}).encode(), 600.0) as response:
+        path, data = "/generate", json.dumps(fields | {"stream": True}).encode()
+        with self._answering(path), self._open(path, data, 600.0) as response:
             for line in response:
                 if line.startswith(b"data:") and b"[DONE]" not in line:
                     yield line[len(b"data:") :]
@@ -223,7 +225,7 @@ class Server:
 
     def post(self, path: str, **fields: Any) -> Any:
         """POST to any other endpoint; the answer, of JSON or text. Raises ServerError for an answer that is an error,
-        OSError without one."""
+        and without one."""
         return self.get(path, json.dumps(fields).encode())
 
     def get(self, path: str, data: bytes | None = None, timeout: float = 600.0) -> Any:
@@ -235,8 +237,19 @@ class Server:
 
     def ask(self, path: str, data: bytes | None = None, timeout: float = 600.0) -> bytes:
         """GET, or POST of ``data``; the answer as it arrives, of JSON or text. Raises as ``post`` does."""
-        with self._open(path, data, timeout) as response:
+        with self._answering(path), self._open(path, data, timeout) as response:
             return response.read()
+
+    @contextlib.contextmanager
+    def _answering(self, path: str) -> Iterator[None]:
+        """Raises ServerError where the server ends, or an answer does before it is whole."""
+        try:
+            yield
+        except (http.client.HTTPException, OSError) as error:
+            code = None if self.process is None else self.process.poll()
+            ended = "" if code is None else f"; the server ended with code {code}: {self.last_error()}"
+            reason = getattr(error, "reason", None) or error
+            raise ServerError(f"{path} was not answered: {reason}{ended} (log: {self.log})") from error
 
     def _open(self, path: str, data: bytes | None, timeout: float) -> Any:
         headers = {"Content-Type": "application/json"}

@@ -334,8 +334,14 @@ class Side:
     def begin(self, plan: Plan) -> None:
         self._signal(signal.SIGCONT)
         self._first = self._start = self._last = counters(self._server.metrics())
-        self._clients.tell("begin", self.label, self._server.port, plan)
+        self._tell("begin", self.label, self._server.port, plan)
         self._begun = True
+
+    def _tell(self, *command: Any) -> list[Any]:
+        try:
+            return self._clients.tell(*command)
+        except (EOFError, OSError) as error:
+            raise ServerError(f"a client process has ended or hangs: {error or type(error).__name__}") from error
 
     def fill(self, most: float) -> None:
         """Wait until as many requests have ended as are open, for ``most`` seconds at most."""
@@ -358,13 +364,10 @@ class Side:
         return window
 
     def curve(self) -> Curve:
-        return Curve.of(self._clients.tell("arrived", self.label), self._windows)
+        return Curve.of(self._tell("arrived", self.label), self._windows)
 
     def _report(self, start: float, end: float) -> list[Report]:
-        try:
-            reports = self._clients.tell("report", self.label, start, end)
-        except (EOFError, OSError) as error:
-            raise ServerError(f"a client process has ended: {error}") from error
+        reports = self._tell("report", self.label, start, end)
         for failure, count in (pair for report in reports for pair in report.failures.items()):
             if self._server.process is not None and (code := self._server.process.poll()) is not None:
                 raise ServerError(f"{self.label} ended with code {code}: {self._server.last_error()}")
@@ -373,20 +376,20 @@ class Side:
 
     def pause(self) -> None:
         if self._stops:
-            self._clients.tell("pause", self.label)
+            self._tell("pause", self.label)
             self._signal(signal.SIGSTOP)
 
     def resume(self) -> None:
         if self._stops:
             self._signal(signal.SIGCONT)
-            self._clients.tell("resume", self.label)
+            self._tell("resume", self.label)
 
     def end(self) -> None:
         """Leave the requests, and let the server forget them."""
         self._signal(signal.SIGCONT)
         if self._begun:
-            with contextlib.suppress(OSError, EOFError, ServerError):
-                self._clients.tell("end", self.label)
+            with contextlib.suppress(OSError, ServerError):
+                self._tell("end", self.label)
                 self._server.post("/abort_request", rid="", abort_all=True)
 
     def figures(self) -> dict[str, float | None]:

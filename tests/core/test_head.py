@@ -24,7 +24,7 @@ from core_examples import (
 )
 from kernel_cases import limits, take
 
-from sgl_flashsample import Head, LMHead, SamplingPath, paths, sample, sample_from_logits, selfcheck
+from sgl_flashsample import Head, LMHead, SamplingPath, WantedLogprobs, paths, sample, sample_from_logits, selfcheck
 from sgl_flashsample.defaults import HeadTraits, default_config_on
 from sgl_flashsample.dispatch import DENSE_ROWS, DispatchTable, default_table
 from sgl_flashsample.kernels.config import ScreenConfig, TileConfig
@@ -229,3 +229,34 @@ def test_a_head_on_another_gpu_than_the_current_one_is_drawn_there(path):
             drawn = Head(case.head, screen=screen).draw(case.hidden, case.params, path=path)
         assert drawn.token_ids.device.index == index and torch.cuda.current_device() == 0
         assert_reference(drawn.token_ids, case)
+
+
+# Scratch.
+
+
+@pytest.mark.parametrize("way", ["the table's", "fused", "logits", "logprobs", "rows of logits"])
+def test_a_batch_beyond_the_scratch_is_drawn_in_scratch_of_its_own(device, way):
+    """Graphs that were captured go on using what the head keeps."""
+    case = example(device)
+    head = Head(case.head, max_rows=2)
+    head.reserve_rows(2, VOCAB)
+    kept = head.workspaces[0]
+    buffer = kept.gemm(2, case.head.weight.shape[0], paths.gemm_dtype(case.head)).data_ptr()
+    if way == "logprobs":
+        drawn, _ = head.draw_with_logprobs(case.hidden, case.params, WantedLogprobs.of(2))
+    elif way == "rows of logits":
+        drawn = head.draw_from_logits(Head(case.head).logits(case.hidden), case.params, vocab_size=case.head.vocab_size)
+    else:
+        drawn = head.draw(case.hidden, case.params, path=None if way == "the table's" else way)
+    assert_reference(drawn.token_ids, case)
+    assert head.workspaces[0] is kept
+    assert kept.gemm(2, case.head.weight.shape[0], paths.gemm_dtype(case.head)).data_ptr() == buffer
+
+
+def test_a_table_that_needs_more_scratch_than_there_is_gets_it(device):
+    case = example(device)
+    head = Head(case.head, max_rows=ROWS, table=table_of(case.head, (PLAIN,), dict.fromkeys(range(1, ROWS + 1), READ)))
+    few = head.workspaces[0].slots
+    head.table = table_of(case.head, (PLAIN,), dict.fromkeys(range(1, ROWS + 1), TILE))
+    assert head.workspaces[0].slots >= paths.slots_for(TILE, case.head, ROWS) and few > 0
+    assert_reference(head.draw(case.hidden, case.params).token_ids, case)

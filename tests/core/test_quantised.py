@@ -225,3 +225,13 @@ def test_a_rank_holds_the_scales_of_its_rows(device):
     part = LMHead.of_rank(case.head.weight[304:], 1, 2, VOCAB, scale=case.head.scale[304:])
     shard = Case(case.hidden, part, case.params)
     assert_reference(sample(case.hidden, part, case.params).token_ids, shard)
+
+
+def test_a_scale_may_be_a_parameter_of_a_module(place):
+    case = example(place)
+    head = dataclasses.replace(case.head, scale=torch.nn.Parameter(case.head.scale))
+    for path in ("fused", "logits") if place.type == "cuda" else ("logits",):
+        assert torch.equal(
+            sample(case.hidden, head, case.params, path=path).token_ids,
+            sample(case.hidden, case.head, case.params, path=path).token_ids,
+        )

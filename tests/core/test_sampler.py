@@ -217,6 +217,22 @@ def test_numbers_of_numpy_are_numbers_and_a_copy_draws_what_its_original_draws(c
         assert torch.equal(numpy_s(case.hidden, params, position=position).token_ids, want.token_ids)
 
 
+def test_scratch_that_inference_mode_has_made_serves_outside_of_it(case):
+    sampler = Sampler(case.head)
+    with torch.inference_mode():
+        inside = sampler(case.hidden, position=1, logprobs=2)
+    outside = sampler(case.hidden, position=1, logprobs=2)
+    assert torch.equal(inside.token_ids, outside.token_ids)
+
+
+def test_a_batch_that_is_refused_leaves_the_scratch_as_it_is(case):
+    sampler = Sampler(case.head)
+    rows = sampler.head.max_rows
+    with pytest.raises(ValueError, match="hidden is "):
+        sampler(torch.zeros(rows + 1, case.hidden.shape[1] + 1, dtype=case.hidden.dtype, device=case.hidden.device))
+    assert sampler.head.max_rows == rows
+
+
 @pytest.mark.slow
 def test_a_top_k_beyond_int32_is_off_and_not_another_one(case):
     num_rows = len(case.hidden)

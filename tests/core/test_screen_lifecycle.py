@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import weakref
 
@@ -210,3 +211,20 @@ def test_the_pinned_screen_of_a_servers_head_is_written_anew_in_its_place_and_ne
     screen.renew(case.head)
     assert twin.int8_head.weight.data_ptr() == place
     assert_drawn_with(twin, case, case.head)
+
+
+def test_copies_of_a_screen_come_and_go_and_the_head_keeps_its_weight():
+    weight = torch.randn(VOCAB, HIDDEN)
+    screen = Screen(LMHead(weight), ROWS)
+    for _ in range(3):
+        assert not copy.deepcopy(screen).serves(LMHead(weight.clone()))
+        gc.collect()
+    assert screen.serves(LMHead(weight)) and weight.untyped_storage().nbytes() == weight.nbytes
+
+
+def test_a_screen_that_inference_mode_has_built_is_rebuilt_outside_of_it(device):
+    case = example(device)
+    with torch.inference_mode():
+        screen = Screen(case.head, ROWS)
+    screen.rebuild(case.head)
+    assert_drawn_with(screen, case, case.head)

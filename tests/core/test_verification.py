@@ -187,9 +187,16 @@ def test_a_batch_without_rows_gains_nothing(model, device):
         ({"draft_tokens": torch.zeros(2, 3).int()}, "draft_tokens is .* torch.int32 .*; expected .* torch.int64"),
         ({"draft_tokens": [[0]]}, "draft_tokens is a list; expected a tensor"),
         ({"tree": (0, 1, 2)}, "tree is a tuple; expected a DraftTree or None"),
-        ({"params": BatchParams(torch.ones(6), *torch.zeros(2, 6).long())}, "position is \\(6,\\) .* \\(2,\\)"),
+        ({"params": BatchParams(torch.ones(6), *torch.zeros(2, 6).long())}, "temperature is \\(6,\\) .* \\(2,\\)"),
         ({"tree": DraftTree.chain(4, "cpu")}, "tree.first_child is \\(4,\\); expected \\(3,\\) or \\(2, 3\\)"),
         ({"params": {}}, "params is a dict; expected BatchParams"),
+        ({"params": BatchParams([1.0, 1.0], *torch.zeros(2, 2).long())}, "temperature is a list; expected a tensor"),
+        ({"params": BatchParams(torch.ones(2), *torch.zeros(2, 2).long(), 5)}, "truncation is a int; expected Trunc"),
+        ({"tree": DraftTree([1], [2], [3])}, "tree.first_child is a list; expected an int64 tensor"),
+        (
+            {"tree": DraftTree(*torch.zeros(3, 3).int())},
+            "tree.first_child is torch.int32 on cpu; expected int64 on cpu",
+        ),
     ],
 )
 def test_wrong_arguments_are_named(changed, message):

@@ -509,15 +509,17 @@ OWN_IDS = torch.arange(VOCAB).reshape(-1, 3)[:, ::2].reshape(-1)  # two of three
 
 @pytest.mark.parametrize("told", [VOCAB, len(OWN_IDS)], ids=["a token map", "EAGLE3"])
 def test_a_draft_model_with_some_of_the_targets_ids_draws_with_the_noise_of_these(
-    server, hidden, info_of, device, told, monkeypatch
+    server, hidden, info_of, device, told, monkeypatch, caplog
 ):
     """In rows of any number, also with another weight. told: ids of its LogitsProcessor."""
     monkeypatch.setattr(own_vocabulary, "MAX_ROWS", 3)
     order = torch.randperm(len(OWN_IDS), generator=torch.Generator().manual_seed(2))
     token_ids = OWN_IDS[order].to(device)
     lm_head = make_head(weights(device, seed=9)[token_ids])
-    drafting = server(lm_head=lm_head, vocab_size=told, hot_token_id=token_ids)
+    with caplog.at_level(logging.INFO):
+        drafting = server(lm_head=lm_head, vocab_size=told, hot_token_id=token_ids)
     assert drafting.drafts.mode is DraftMode.COUPLED
+    assert "through logits of the ids that the draft model has; they are coupled" in caplog.text
     drafting.load(info_of([request(str(row), sampling_seed=row, **params) for row, params in enumerate(MIXED)]))
     states = 0.3 * hidden(len(MIXED))
     for scale in (1.0, -1.0):

@@ -551,6 +551,8 @@ def test_a_file_that_cannot_be_written_ends_no_measurement_and_is_tried_again(me
         (["--batches", "1,x"], "--batches is '1,x'; expected integers separated by commas, such as 1,8,32"),
         (["--batches", "0"], "--batches is 0; expected 1 or more"),
         (["--minutes", "0.5"], "--minutes is 0.5; expected 1 or more"),
+        (["--minutes", "nan"], "--minutes is nan; expected 1 or more"),
+        (["--minutes", "inf"], "--minutes is inf; expected 1 or more"),
         (["--output-tokens", "8"], "--output-tokens is 8; expected 16 or more"),
         (["--load", "0"], "--load is 0; expected requests per second, above 0"),
         (["--json", "nowhere/b.json"], "--json is nowhere/b.json, in a folder that is not there"),

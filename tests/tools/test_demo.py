@@ -147,6 +147,33 @@ def test_requests_and_their_answers_and_no_process_is_left(tmp_path):
     raise AssertionError("a child of the server is left")
 
 
+BREAKS_OFF = """
+import http.server, os
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200); self.end_headers(); self.wfile.write(b"up 1")
+    def do_POST(self):
+        if self.path == "/half":
+            self.send_response(200); self.send_header("Content-Length", "100"); self.end_headers()
+            self.wfile.write(b"a")
+        else:
+            print("CUDA Error: out of memory", flush=True); os._exit(7)
+http.server.HTTPServer(("127.0.0.1", port), Handler).serve_forever()
+"""
+
+
+def test_a_server_that_ends_before_its_answer_does_is_named_with_its_last_error(tmp_path):
+    with Server(tmp_path, [], backend=None, log=tmp_path / "log", launcher=stand_in(BREAKS_OFF)) as server:
+        with pytest.raises(ServerError, match=r"/half was not answered: IncompleteRead"):
+            server.post("/half")
+        with pytest.raises(ServerError, match=r"/generate was not answered: "):
+            server.generate(text="a")
+        server.process.wait(5)
+        words = r"/generate was not answered: .*; the server ended with code 7: CUDA Error: out of memory \(log: "
+        with pytest.raises(ServerError, match=words):
+            list(server.stream(text="a"))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("message", ["code: -98, name: EADDRINUSE", "[Errno 98] ... address already in use"])
 def test_a_server_that_finds_a_port_taken_is_started_once_more_with_others(tmp_path, message):

@@ -482,6 +482,20 @@ def test_an_answer_that_is_too_short_ends_the_cell(answering, shorter):
         traffic.measure({STOCK: server}, clients, Plan("t1", IDS, 4), 2.0, window=0.2)
 
 
+@pytest.mark.slow
+def test_a_client_process_that_dies_ends_the_measurement_with_one_line(answering):
+    with answering("a", 0.001) as server, Clients(1, None) as clients:
+        side = traffic.Side("stock", server, clients, stops=True)
+        side.begin(Plan("t1", IDS, 4))
+        (process,) = clients._processes
+        process.kill()
+        process.join()
+        for call in (side.curve, side.pause, side.resume, lambda: side.window(0.0, 0.0)):
+            with pytest.raises(ServerError, match="a client process has ended or hangs: "):
+                call()
+        side.end()
+
+
 def test_clients_and_servers_share_no_core(monkeypatch):
     for cores, expected in (
         ({0}, ([0], [0])),
