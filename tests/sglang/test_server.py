@@ -28,9 +28,9 @@ from torch.utils._pytree import tree_flatten
 from tuned_tables import table_for_this_machine
 
 from sgl_flashsample.hot_vocab import HotVocab
+from sgl_flashsample.kernels.params import LMHead
 from sgl_flashsample.kernels.reference import allowed_ref
 from sgl_flashsample.sglang.versions import sglang_version
-from sgl_flashsample.tables.schema import HeadShape
 from sgl_flashsample.tools import markov
 from sgl_flashsample.tools.server import Server, ServerError, stop_all
 
@@ -153,6 +153,24 @@ def ask_together(server: Server, rows: list[tuple[dict, dict]]) -> list[dict]:
     )
 
 
+def assert_likeliest(answer: dict, logits: torch.Tensor) -> None:
+    """Each token of the answer has the largest of its ``[N, V]`` logits. Equal ones are common in a bfloat16 model, and
+    a sampler may take any of them."""
+    chosen = logits.gather(1, torch.tensor(answer["output_ids"])[:, None])[:, 0]
+    assert torch.equal(chosen, logits.amax(1))
+
+
+def after_penalties(logits: torch.Tensor, output_ids: list[int], frequency: float, repetition: float) -> torch.Tensor:
+    """``[N, V]`` logits, less the penalties of the tokens before each, in float32 as a server computes them."""
+    logits = logits.float()
+    for step, row in enumerate(logits):
+        counts = torch.bincount(torch.tensor(output_ids[:step], dtype=torch.int64), minlength=len(row))
+        row -= frequency * counts
+        seen = row[counts > 0]
+        row[counts > 0] = torch.where(seen < 0, seen * repetition, seen / repetition)
+    return logits
+
+
 def seeded_rows() -> list[tuple[dict, dict]]:
     """Rows that draw the same wherever the pass runs: each kind of ``FUSED`` with a seed, and logprobs."""
     seeded = [params | {"sampling_seed": place, "ignore_eos": True} for place, (params, _) in enumerate(FUSED.values())]
@@ -260,9 +278,8 @@ def tuned(folder) -> dict[str, str]:
     """The environment of a server with a table that alternates paths over batch sizes, so that comparisons cover all
     of them."""
     size = markov.SIZES[SIZE]
-    dtype = {"float32": "fp32", "bfloat16": "bf16"}[size.dtype]
-    head = HeadShape(vocab=size.vocab_size, hidden=size.hidden_size, dtype=dtype)
-    table = table_for_this_machine(torch.device("cuda", 0) if CUDA else torch.device("cpu"), head)
+    dtype, device = getattr(torch, size.dtype), "cuda" if CUDA else "cpu"
+    table = table_for_this_machine(LMHead(torch.empty(size.vocab_size, size.hidden_size, dtype=dtype, device=device)))
     (folder / "tuned").mkdir()
     (folder / "tuned" / table.file_name).write_text(table.dumps())
     return {"FLASHSAMPLE_TUNED_DIR": str(folder / "tuned")}
@@ -524,12 +541,16 @@ def test_each_row_of_a_mixed_batch_has_its_own_path_and_stocks_answer(servers, t
         assert set(paths(ours)) == {path}
         if params["temperature"] == 1.0:
             continue  # our noise, not stock's
-        if "custom_logit_processor" in fields:
-            # The best allowed tokens are equal in a bfloat16 model, and SGLang may take any of them.
-            token_ids = torch.tensor([77, *ours["output_ids"]])
-            logits = truth.logits(token_ids[:-1])
-            logits[:, disallowed["custom_params"]["token_ids"]] = -torch.inf
-            assert torch.equal(logits.gather(1, token_ids[1:, None])[:, 0], logits.amax(1))
+        if "custom_logit_processor" in fields or "repetition_penalty" in params:
+            for answer in (ours, stock):
+                token_ids = answer["output_ids"]
+                logits = truth.logits(torch.tensor([77, *token_ids[:-1]]))
+                if "repetition_penalty" in params:
+                    penalties = params["frequency_penalty"], params["repetition_penalty"]
+                    logits = after_penalties(logits, token_ids, *penalties)
+                else:
+                    logits[:, disallowed["custom_params"]["token_ids"]] = -torch.inf
+                assert_likeliest(answer, logits)
             continue
         assert ours["output_ids"] == stock["output_ids"], params
         if not fields.get("return_logprob"):
