@@ -49,6 +49,7 @@ STRUCTURAL_TAG = json.dumps(
 JSON_SCHEMA = json.dumps({"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]})
 LOGIT_BIAS = {"500": 4.0, "77": 1.0, "78": -100.0}
 ABORTS = 25
+TOGETHER_PROMPT = [5, 300, 77]  # of requests that decode side by side
 TOP_LOGPROBS = {"return_logprob": True, "top_logprobs_num": 3}
 
 # Every sampling feature of SGLang, with the path that must serve it (None: several). Deterministic requests and those
@@ -145,7 +146,7 @@ def ask_or_refused(server: Server, params: dict, fields: dict | None = None):
 def ask_together(server: Server, rows: list[tuple[dict, dict]]) -> list[dict]:
     """The answers to requests that decode side by side. rows: sampling parameters and fields of each."""
     return server.generate(
-        input_ids=[[5, 300, 77]] * len(rows),
+        input_ids=[TOGETHER_PROMPT] * len(rows),
         sampling_params=[{"max_new_tokens": 12, "ignore_eos": True, **params} for params, _ in rows],
         return_logprob=[fields.get("return_logprob", False) for _, fields in rows],
         top_logprobs_num=[fields.get("top_logprobs_num", 0) for _, fields in rows],
@@ -153,22 +154,15 @@ def ask_together(server: Server, rows: list[tuple[dict, dict]]) -> list[dict]:
     )
 
 
-def assert_likeliest(answer: dict, logits: torch.Tensor) -> None:
-    """Each token of the answer has the largest of its ``[N, V]`` logits. Equal ones are common in a bfloat16 model, and
-    a sampler may take any of them."""
-    chosen = logits.gather(1, torch.tensor(answer["output_ids"])[:, None])[:, 0]
-    assert torch.equal(chosen, logits.amax(1))
-
-
-def after_penalties(logits: torch.Tensor, output_ids: list[int], frequency: float, repetition: float) -> torch.Tensor:
-    """``[N, V]`` logits, less the penalties of the tokens before each, in float32 as a server computes them."""
-    logits = logits.float()
-    for step, row in enumerate(logits):
-        counts = torch.bincount(torch.tensor(output_ids[:step], dtype=torch.int64), minlength=len(row))
-        row -= frequency * counts
-        seen = row[counts > 0]
-        row[counts > 0] = torch.where(seen < 0, seen * repetition, seen / repetition)
-    return logits
+def assert_same_until_a_tie(ours: list[int], stock: list[int], truth: markov.MarkovModel, prompt: list[int]) -> None:
+    """The first tokens that differ have equal logits, and neither a penalty. Equal logits are common in a bfloat16
+    model, and a sampler may take any of them."""
+    differ = (place for place, (token, other) in enumerate(zip(ours, stock, strict=True)) if token != other)
+    if (place := next(differ, None)) is None:
+        return
+    before, pair = [*prompt, *ours[:place]], [ours[place], stock[place]]
+    assert not {*before}.intersection(pair)
+    assert truth.logits(torch.tensor(before[-1:]))[0, pair].unique().numel() == 1
 
 
 def seeded_rows() -> list[tuple[dict, dict]]:
@@ -541,16 +535,15 @@ def test_each_row_of_a_mixed_batch_has_its_own_path_and_stocks_answer(servers, t
         assert set(paths(ours)) == {path}
         if params["temperature"] == 1.0:
             continue  # our noise, not stock's
-        if "custom_logit_processor" in fields or "repetition_penalty" in params:
-            for answer in (ours, stock):
-                token_ids = answer["output_ids"]
-                logits = truth.logits(torch.tensor([77, *token_ids[:-1]]))
-                if "repetition_penalty" in params:
-                    penalties = params["frequency_penalty"], params["repetition_penalty"]
-                    logits = after_penalties(logits, token_ids, *penalties)
-                else:
-                    logits[:, disallowed["custom_params"]["token_ids"]] = -torch.inf
-                assert_likeliest(answer, logits)
+        if "custom_logit_processor" in fields:
+            # The best allowed tokens are equal in a bfloat16 model, and SGLang may take any of them.
+            token_ids = torch.tensor([77, *ours["output_ids"]])
+            logits = truth.logits(token_ids[:-1])
+            logits[:, disallowed["custom_params"]["token_ids"]] = -torch.inf
+            assert torch.equal(logits.gather(1, token_ids[1:, None])[:, 0], logits.amax(1))
+            continue
+        if "repetition_penalty" in params:
+            assert_same_until_a_tie(ours["output_ids"], stock["output_ids"], truth, TOGETHER_PROMPT)
             continue
         assert ours["output_ids"] == stock["output_ids"], params
         if not fields.get("return_logprob"):
