@@ -121,9 +121,9 @@ def loaded_arguments(ttir: str) -> list[str]:
 
 def built_in_launches(capability: int, choices: str) -> Iterator[tuple[str, Callable[[], Any]]]:
     """A name for, and the launch of, built-in choices of the device's family. choices: "full" for all of them with the
-    features they are for; "each" for every kind and every configuration, but not every pair of them, without features;
-    "first" for, of 2-byte heads, the first of each kind and path, but of truncation only with edits, and the first for
-    plain batches of a quantised head."""
+    features they are for; "each" for every kind and every configuration, but not every pair of them, with features
+    of few; "first" for, of 2-byte heads, the first of each kind and path, but of truncation only with edits, and the
+    first for plain batches of a quantised head."""
     from sgl_flashsample.defaults import builtin_table, truncation_config
     from sgl_flashsample.kernels.config import ReadConfig, ScreenConfig, TileConfig
     from sgl_flashsample.kernels.params import LMHead
@@ -161,10 +161,11 @@ def built_in_launches(capability: int, choices: str) -> Iterator[tuple[str, Call
             options: list[tuple[str, LMHead, dict]] = [("", head, {})]
             if kind.edit and (first_of_kind or not full):  # fewer operands than all edits, which fit with every tile
                 options.append(("a mask alone", head, {"only_mask": True}))
-            if full and not isinstance(config, ScreenConfig):
-                options.append(("logprobs", head, {"return_logprob": True}))
             every_feature = kind.edit and kind.truncate and isinstance(config, ReadConfig)
-            if full and first_of_kind and (str(kind) in ("plain", "plain+screen") or every_feature):
+            featured = not first and first_of_kind and (str(kind) in ("plain", "plain+screen") or every_feature)
+            if (full or featured) and not isinstance(config, ScreenConfig):
+                options.append(("logprobs", head, {"return_logprob": True}))
+            if featured:
                 # Another 2-byte dtype, a softcap or a ragged end changes no layout: not with every kind and every tile.
                 options += [(name, other, {}) for name, other in others.items()]
             for name, some, given in options:

@@ -43,6 +43,7 @@ if INTERPRETED and not UNPATCHED:
 TOGETHER = ["test_server.py", "test_parity.py", "test_compile.py", "test_exchange.py", "test_cpu_path.py"]
 TOGETHER += ["test_compile_ahead.py", "test_quantised_server.py", "test_trained.py", "test_ranks.py", "test_package.py"]
 TOGETHER += ["test_benchmarks_tuning.py", "test_table_fuzz.py"]
+MINUTES = {"test_unpatched.py", "test_warm.py"}  # files with tests that take as long as those that start servers
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -58,8 +59,13 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     place = {name: number for number, name in enumerate(TOGETHER)}
-    # Then other tests that start servers, for minutes, so that short ones fill the end.
-    items.sort(key=lambda item: place.get(item.path.name, len(place) + ("server" not in item.keywords)))
+
+    def order(item: pytest.Item) -> int:
+        """Those first; then other tests that take minutes, so that short ones fill the end."""
+        takes_minutes = "server" in item.keywords or item.path.name in MINUTES
+        return place.get(item.path.name, len(place) + (not takes_minutes))
+
+    items.sort(key=order)
     on_gpu = torch.cuda.is_available()
     for item in items:
         if item.path.name in place and "alone" not in item.keywords:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import msgspec
-import torch
 
 from sgl_flashsample.defaults import defaults_digest, family_of
 from sgl_flashsample.kernels.config import ReadConfig, TileConfig
-from sgl_flashsample.kinds import Config, path_of
+from sgl_flashsample.kernels.params import LMHead
+from sgl_flashsample.kinds import KIND_NAMES, Config, path_of
+from sgl_flashsample.paths import Parts
 from sgl_flashsample.tables import lookup
+from sgl_flashsample.tables.fingerprint import machine_code
 from sgl_flashsample.tables.schema import ITEMSIZE, Confirmed, Device, Entry, HeadShape, Table, config_fields
 
 H200 = Device(name="NVIDIA H200", cc="9.0", sms=132, l2_mb=50, smem_optin=232_448)
@@ -71,8 +73,9 @@ def make_table(device: Device = H200, head: HeadShape = HEAD, **changes: object)
     return msgspec.structs.replace(table, **changes)
 
 
-def table_for_this_machine(device: torch.device, head: HeadShape) -> Table:
+def table_for_this_machine(head: LMHead) -> Table:
     """Paths in turns over batches of up to 16 rows, of all kinds without a screen, as if measured here."""
+    device, parts = head.weight.device, Parts.of(head)
     if device.type == "cuda":
         configs: dict[str, Config] = {
             "narrow": TileConfig(16, 128, 64, 4, 3),
@@ -94,14 +97,15 @@ def table_for_this_machine(device: torch.device, head: HeadShape) -> Table:
         "plain": {1: "narrow", 2: "rows", 4: "wide", 8: "whole", 16: "narrow"},
         "truncate": {1: "rows", 2: "narrow", 16: "wide"},
     }
+
+    def measured(kind: str, rows: int, config: Config) -> Entry:
+        code = machine_code(config, KIND_NAMES[kind], parts) or CODE  # without a GPU nothing is compiled
+        return make_entry(kind, rows, config, code, us=100.0, se=0.1, n=15)
+
     return make_table(
         lookup.device_of(device),
-        head,
-        entries=[
-            make_entry(kind, rows, configs[name], us=100.0, se=0.1, n=15)
-            for kind, sizes in turns.items()
-            for rows, name in sizes.items()
-        ],
+        lookup.head_shape_of(head),
+        entries=[measured(kind, rows, configs[name]) for kind, sizes in turns.items() for rows, name in sizes.items()],
         confirmed={},
         env=lookup.environment(),
     )

@@ -19,6 +19,8 @@ from matplotlib import image
 from tune_examples import H200, HEAD, PLAIN, QUICK
 from tuned_tables import make_entry, make_table
 
+pytest.importorskip("plotly", reason="plotly is not installed: pip install 'sgl-flashsample[tune]'")
+
 from sgl_flashsample import autotune
 from sgl_flashsample.autotune import cli, report
 from sgl_flashsample.autotune.decide import entry_of

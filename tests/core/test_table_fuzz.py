@@ -95,7 +95,7 @@ def accepted(request, head, tmp_path_factory) -> list[ResolvedTable]:
     """The rest of the variants: the different tables that are used."""
     folder, shape = tmp_path_factory.mktemp("fuzz"), lookup.head_shape_of(head)
     target = Target(lookup.device_of(head.weight.device), shape, lookup.environment())
-    text = table_for_this_machine(head.weight.device, shape).dumps()
+    text = table_for_this_machine(head).dumps()
     file, tables, used, total = folder / "table.json", {}, 0, 0.0
 
     def find():
@@ -134,7 +134,7 @@ def test_a_corrupted_table_is_a_miss_or_in_bounds_and_never_an_error(accepted):
 def test_what_is_accepted_draws_the_references_tokens(accepted, head, request):
     """Configurations that only corruption brings, each in one launch."""
     device, full = head.weight.device, request.node.callspec.params["accepted"] > 300
-    right = {entry.configuration for entry in table_for_this_machine(device, lookup.head_shape_of(head)).entries}
+    right = {entry.configuration for entry in table_for_this_machine(head).entries}
     brought = {}
     for table in accepted:
         for kind, rows, config in table.dispatch.configs_up_to(6):

@@ -268,7 +268,7 @@ def own_table(head: LMHead, **changes):
     """A table for this machine's device and this head."""
     table = make_table(lookup.device_of(head.weight.device), lookup.head_shape_of(head), env=lookup.environment())
     entries = [make_entry("edit", 16, TILE), make_entry("plain", 16, TILE), make_entry("plain", 64, READ)]
-    confirmed = {"plain": Confirmed(rows=[4, 32], us=[1.0, 2.0])}
+    confirmed = {"plain": Confirmed(rows=[4, 32], us=[1.0, 2.0], code=[CODE, CODE])}
     return replace(table, **({"entries": entries, "confirmed": confirmed} | changes))
 
 
@@ -282,8 +282,10 @@ def test_a_resolved_table_serves_its_sizes_and_the_built_in_choices_serve_the_re
         monkeypatch.setenv(name, value)
     none = resolve(head)
     assert none.table_file is None and none.warnings == ()
-    assert none.line().startswith("no tuned table for ") and none.line().endswith(
-        "built-in kernel settings, same tokens; `sgl-flashsample tune run` makes one"
+    evidence = f" ({none.evidence})" if none.evidence else ""
+    assert none.line() == (
+        f"no tuned table for {none.about}: built-in kernel settings{evidence}, same tokens; `sgl-flashsample tune run` "
+        "makes one"
     )
     path = put(folders[0]["second"], own_table(head))
     resolved = resolve(head)
@@ -387,7 +389,7 @@ def test_the_sizes_that_a_table_gives_to_flashinfer_are_those_of_truncated_batch
 
 
 def test_a_tuned_table_of_this_machine_draws_the_references_tokens(device, head, tmp_path, launched):
-    table = table_for_this_machine(device, lookup.head_shape_of(head))
+    table = table_for_this_machine(head)
     resolved = resolve(head, file=put(tmp_path, table))
     assert resolved.table_file.match is Match.EXACT and resolved.warnings == ()
     for entry in table.entries:
@@ -442,13 +444,14 @@ def compiled(monkeypatch):
 
 
 def test_a_table_is_stale_once_its_kernels_are_compiled_to_other_machine_code(head, tmp_path, compiled):
-    sizes = {"plain": Confirmed(rows=[4, 32], us=[1.0, 2.0], code=[CODE, CODE])}
-    resolved = resolve(head, file=put(tmp_path, own_table(head, confirmed=sizes)))
-    compiled[TILE] = compiled[resolved.dispatch.lookup(32)] = "another"
+    resolved = resolve(head, file=put(tmp_path, own_table(head)))
+    changed = resolved.dispatch.lookup(32)  # on a GPU, a batch of 4 rows takes it too
+    compiled[TILE] = compiled[changed] = "another"
     after = compare_compiled(resolved, Parts.of(head), 512)
     assert resolved.table_file.match is Match.EXACT and after.table_file.match is Match.STALE
     assert after.dispatch is resolved.dispatch, "what is taken stays"
-    differs = "other machine code than was measured: plain 16, 32; edit 16"
+    plain = "4, 16, 32" if resolved.dispatch.lookup(4) == changed else "16, 32"
+    differs = f"other machine code than was measured: plain {plain}; edit 16"
     assert f"versions: stale: {differs};" in after.line()
     (line,) = after.warnings
     assert f"is used, but it is stale ({differs}): same tokens, but it may be slow" in line

@@ -1,6 +1,6 @@
 """Every built-in choice is compiled to machine code by its launcher, without a GPU. It fits the device and spills no
 register. By default only the first choice of each kind for sm90, and of truncation only with edits; with ``--full`` all
-choices for all devices."""
+choices for all devices, for the measured family each with every kind that takes it."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import pytest
 
 pytestmark = pytest.mark.slow
 COMPILE_TARGETS = Path(__file__).parent.parent / "compile_targets.py"
+MEASURED = 90  # the built-in choices of other families were measured nowhere
 # Bytes of shared memory per program that every device of a family has: 8.6 and 8.9 have less than 8.0, and its table.
 SHARED = {80: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 # Bytes of local memory per thread. Without a limit, ptxas stops at 128 registers and spills a few words. With an
@@ -102,9 +103,9 @@ def test_the_first_choices_fit_an_sm90_and_spill_nothing():
 @pytest.mark.parametrize("capability", SHARED)
 def test_every_built_in_choice_with_everything_it_is_for_fits_its_device_and_spills_nothing(capability):
     """Also with logprobs, a softcap, a ragged vocabulary, fp16 and fp32."""
-    resources = printed_by("resources", capability, "--full")
+    resources = printed_by("resources", capability, "--full" if capability == MEASURED else "--each")
     assert_fits(resources, capability, ("plain", "edit", "truncate", "edit+truncate"))
-    if capability == 90:
+    if capability == MEASURED:
         assert_resident(resources)
     dtypes = {80: (2, 4), 89: (1,)}.get(capability, (1, 2, 4))
     names = [{1: "torch.float8_e4m3fn", 2: "fp16", 4: "torch.float32"}[itemsize] for itemsize in dtypes]

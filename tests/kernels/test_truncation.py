@@ -124,7 +124,7 @@ def test_a_token_with_just_top_p_of_the_mass_above_it_is_not_allowed(device, pat
     assert draw(path, case).token_ids.tolist() == [0] * 12
 
 
-@pytest.mark.parametrize("share", [1e-5, -1e-5, 1e-4, -1e-4])
+@pytest.mark.parametrize("share", [1e-5, -1e-5])
 @pytest.mark.parametrize("top_k", [50, 0])
 @on_every_path
 def test_top_p_lets_the_right_tokens_through_at_any_temperature(device, path, top_k, share):

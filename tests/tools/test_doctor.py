@@ -19,6 +19,7 @@ from tuned_tables import H200, make_entry, table_for_this_machine
 
 from sgl_flashsample import cpu_path, selfcheck
 from sgl_flashsample.kernels.config import ScreenConfig
+from sgl_flashsample.kernels.params import LMHead
 from sgl_flashsample.sglang import versions
 from sgl_flashsample.tables import lookup
 from sgl_flashsample.tables.schema import HeadShape
@@ -170,7 +171,7 @@ def test_the_tables_that_servers_would_find_are_named_and_files_that_are_none(de
     monkeypatch.setenv(lookup.FOLDERS_VARIABLE, str(tmp_path))
     monkeypatch.setenv("SGLANG_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(lookup, "SHIPPED", tmp_path / "nowhere")
-    here = table_for_this_machine(device, HeadShape(vocab=600, hidden=32, dtype="fp32"))
+    here = table_for_this_machine(LMHead(torch.zeros(600, 32, device=device)))
     device_elsewhere = msgspec.structs.replace(H200, name="NVIDIA of another name")
     elsewhere = msgspec.structs.replace(
         here, device=device_elsewhere, head=HeadShape(vocab=700, hidden=32, dtype="fp32")
