@@ -59,6 +59,7 @@ class HeadState:
     logits. table_file: the tuned table of ``head``, or None.
     unraced: how ``head`` has no tuned table that knows its screen, until that is raced. screen_decision: the result of
     that race, in words, or None.
+    spans_replicas: ranks with requests of their own share the head (``replicas.py``).
     path: the path that every batch takes after a failure. screen: the life of the screen, where the head has one.
     use_step_graphs: steps are captured as CUDA graphs. copies_tokens: each step then has tokens of its own, which stay.
     graphs: None where there are none yet, or something that they were captured with has changed. captured: hidden
@@ -75,6 +76,7 @@ class HeadState:
         """capture: captures CUDA graphs; ``CudaCapture`` where None."""
         self.processor, self.lm_head, self.exchange = processor, lm_head, exchange
         self.use_step_graphs = self.copies_tokens = False
+        self.spans_replicas = exchange is not None and support.spans_replicas(processor)
         self.path: SamplingPath | None = None
         self.screen: HeadScreen | None = None
         self._parameters: dict[str, torch.Tensor] = getattr(lm_head, "_parameters", {})
