@@ -8,7 +8,8 @@ The draw is in the forward, where SGLang's own ranks exchange hidden states and 
 step, also one without requests. It comes to its sampler when its requests let it, or not at all.
 
 A step is fused where every rank can have it so. Edits of logits are too large to travel; where one rank has a row with
-such, or one for SGLang's sampler, all ranks compute logits as SGLang does. A rank that fails ends the server.
+such, or one for SGLang's sampler, all ranks compute logits as SGLang does, and each draws its rows from these, with the
+same noise. A rank that fails ends the server.
 """
 
 from __future__ import annotations
@@ -19,11 +20,15 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .batch import DRAWN_ATTRIBUTE, REASON_ATTRIBUTE, Batch, DrawKind, batch_of
+from ..kernels.launch import num_binaries
+from ..kernels.params import BatchParams, LogitsSpec, SampleOutput
+from ..logprobs import Logprobs, WantedLogprobs
+from ..paths import read_logits, read_logits_with_logprobs
+from .batch import DRAWN_ATTRIBUTE, Batch, DrawKind, batch_of
 from .draw import launch
 from .head import HeadState
 from .lazy_logits import LazyLogits, plain
-from .row_table import TOP_K_OFF, Reason
+from .row_table import TOP_K_OFF
 from .runtime import Runtime
 from .step_graphs import Drawn
 
@@ -31,10 +36,10 @@ _SENT = ("temperature", "top_k", "top_p", "min_p", "seed", "position")  # parame
 
 
 class Facts(NamedTuple):
-    """The facts of one rank's batch. native: SGLang has to serve it. rows: that are sampled. top_k: the bound of its
-    top-k, as in ``Row``."""
+    """The facts of one rank's batch. needs_logits: it has edits, rows for SGLang's sampler, or logprobs beside those of
+    its tokens. rows: that are sampled. top_k: the bound of its top-k, as in ``Row``."""
 
-    native: bool = False
+    needs_logits: bool = False
     rows: int = 0
     truncated: bool = False
     top_k: int = 0
@@ -57,7 +62,7 @@ class Step(NamedTuple):
         largest = top_k if truncated and top_k != TOP_K_OFF else None
         kind = DrawKind(truncated, largest, all(rank.all_greedy for rank in ranks), False)
         rows = tuple(rank.rows for rank in ranks)
-        fused = any(rows) and not any(rank.native for rank in ranks)
+        fused = any(rows) and not any(rank.needs_logits for rank in ranks)
         return cls(fused, rows, kind, any(rank.return_logprob for rank in ranks))
 
 
@@ -78,9 +83,9 @@ class ReplicaHooks:
         try:
             facts = self._facts_of(local_batch, model_runner)
         except Exception:  # the other ranks wait for an answer
-            facts = Facts(native=True)
+            facts = Facts(needs_logits=True)
         assert state.exchange is not None
-        self._next = Step.of([Facts(*values) for values in state.exchange.of_all(list(map(int, facts)))])
+        self._next = Step.of([Facts._make(values) for values in state.exchange.of_all(list(map(int, facts)))])
         self.runtime.metrics.scheduling_seconds += time.perf_counter() - started
 
     def _facts_of(self, local_batch: Any, model_runner: Any) -> Facts:
@@ -89,13 +94,13 @@ class ReplicaHooks:
         batch, original = batch_of(local_batch.sampling_info), self.runtime.settings.original_logprobs
         logprobs = bool(local_batch.return_logprob)
         if batch is None or len(batch) != local_batch.batch_size():
-            return Facts(native=True)
+            return Facts(needs_logits=True)
         mix, observer = batch.mix, getattr(model_runner, "sampling_observer", None)
-        native = bool(mix.is_native or mix.edits or local_batch.has_grammar or local_batch.is_prefill_only or observer)
-        native = native or (logprobs and (original or mix.has_other_logprobs or _asks_for_more(local_batch)))
+        reads = mix.is_native or mix.edits or local_batch.has_grammar or local_batch.is_prefill_only or observer
+        reads = reads or (logprobs and (original or mix.has_other_logprobs or _asks_for_more(local_batch)))
         draw = mix.draw
         top_k = (draw.max_top_k or TOP_K_OFF) if draw.truncated else 0
-        return Facts(native, len(batch), draw.truncated, top_k, draw.all_greedy, logprobs)
+        return Facts(bool(reads), len(batch), draw.truncated, top_k, draw.all_greedy, logprobs)
 
     def forward(self, original: Callable, model_runner: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
         """Around ModelRunner.forward: the draw of a step that is fused. Logits that a CUDA graph of SGLang's has left
@@ -119,9 +124,15 @@ class ReplicaHooks:
             except Exception as error:
                 self.runtime.stay_with_ranks(f"{type(error).__name__}: {error}")
         else:
-            output.next_token_logits = plain(lazy)
-            setattr(output, REASON_ATTRIBUTE, Reason.STEP_OF_RANKS)
+            output.next_token_logits = self._rows_of(plain(lazy))
         self.runtime.metrics.scheduling_seconds += time.perf_counter() - started
+
+    def _rows_of(self, logits: torch.Tensor | None) -> torch.Tensor | None:
+        """These logits, for our sampler where it can read them."""
+        state = self.runtime.head_of_replicas
+        if state is None or logits is None or logits.dtype is not torch.float32 or logits.stride(-1) != 1:
+            return logits
+        return LazyLogits(logits, logits.shape[1], LogitRows(state), lambda rows: rows)
 
     def _draw(self, lazy: LazyLogits, step: Step, forward_batch: Any) -> Drawn:
         state, batch = lazy.source, batch_of(forward_batch.sampling_info)
@@ -132,6 +143,42 @@ class ReplicaHooks:
         decodes = forward_batch.forward_mode.is_decode()
         positions = forward_batch.positions if decodes else forward_batch.seq_lens - 1
         return draw(state, step, lazy.hidden[:rows], batch, forward_batch.req_pool_indices[:rows], positions[:rows])
+
+
+class LogitRows:
+    """Stands for a ``HeadState`` in a step whose logits SGLang's ranks have computed together: the rows of this rank,
+    whole, are in the place of hidden states. What it draws and where it fails is no matter of the other ranks."""
+
+    exchange = graphs = None
+
+    def __init__(self, state: HeadState) -> None:
+        self._state, self.head = state, LogitReader()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._state, name)
+
+    def step_graphs(self, *arguments: Any, **options: Any) -> None:
+        """No graph holds such a step: its logits lie elsewhere each time."""
+
+    def step_down(self, error: Exception) -> bool:
+        """There is no other way to draw."""
+        return False
+
+
+class LogitReader:
+    """Stands for a ``Head``: draws from float32 logits, scale and softcap applied."""
+
+    logprob_scratch = None
+
+    def draw(
+        self, logits: torch.Tensor, params: BatchParams, *, return_logprob: bool = False, path: Any = None
+    ) -> SampleOutput:
+        return read_logits(logits, LogitsSpec(logits.shape[1]), params, None, return_logprob=return_logprob)
+
+    def draw_with_logprobs(
+        self, logits: torch.Tensor, params: BatchParams, wanted: WantedLogprobs
+    ) -> tuple[SampleOutput, Logprobs]:
+        return read_logits_with_logprobs(logits, LogitsSpec(logits.shape[1]), params, None, wanted, None)
 
 
 def _asks_for_more(local_batch: Any) -> bool:
@@ -156,6 +203,7 @@ def draw(
     exchange, num_rows, total = state.exchange, len(hidden), sum(step.rows)
     assert exchange is not None
     state.update(total)
+    known = num_binaries()
     buffers = state.rows
     if batch is not None and num_rows:
         slots, positions = (one.to(hidden.device, torch.int64).contiguous() for one in (slots, positions))
@@ -175,6 +223,7 @@ def draw(
     )
     drawn = Drawn.of(launch(state, everyones, params, step.return_logprob))
     state.counts.launched += 1
+    state.counts.late_compiles += num_binaries() - known
     start = sum(step.rows[: exchange.rank])
     mine = slice(start, start + num_rows)
     return Drawn(drawn.token_ids[mine], None if drawn.logprobs is None else drawn.logprobs[mine])

@@ -85,7 +85,6 @@ class Reason(enum.StrEnum):
     INPUT_LOGPROBS = "input_logprobs"
     LOGITS_COMPUTED = "logits_computed"
     SAMPLING_OBSERVER = "sampling_observer"
-    STEP_OF_RANKS = "step_of_ranks"
     UNKNOWN_ROWS = "unknown_rows"
     POSITIONS = "positions"
     UNKNOWN_ARGUMENT = "unknown_argument"

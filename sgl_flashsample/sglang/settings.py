@@ -32,8 +32,9 @@ def refuse_to_start(reason: str) -> None:
 class Settings:
     """unsupported: why the fused pass serves nothing here, or None. seed: of the server. custom_processors: requests
     may bring a custom logit processor. original_logprobs: SGLang returns logprobs of unscaled logits. bool_masks:
-    grammar masks are of bools. verifies: drafts of speculative decoding are verified. shares_head: ranks of DP attention
-    share an LM head. report_path: responses name the path of each token. replica: rank among replicas and under DP attention, which get different requests.
+    grammar masks are of bools. verifies: drafts of speculative decoding are verified. shares_head: ranks of DP
+    attention share an LM head. report_path: responses name the path of each token. replica: rank among replicas and
+    under DP attention, which get different requests.
     last_stage: this process has the model's LM head; the other stages of a pipeline have none. metrics: ``/metrics`` is
     on. metric_labels: the labels that SGLang gives the metrics of this process. reports: this rank reports to
     ``/metrics`` and to the log.

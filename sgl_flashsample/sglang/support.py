@@ -46,7 +46,7 @@ def unsupported_server() -> str | None:
         return adapters
     graph = execution.graph.cuda_graph_config
     checks = (
-        *((f"DP attention without --enable-dp-lm-head, {mode},", is_on) for mode, is_on in _modes_of_shared_heads()),
+        *((f"{mode} beside DP attention without --enable-dp-lm-head", on) for mode, on in _modes_of_shared_heads()),
         ("elastic expert parallelism", is_elastic()),
         ("context parallelism", ranks > 1 and parallel.attn_cp_size > 1),
         ("a dump of tensors, which reads logits, with several ranks", ranks > 1 and (dump is not None or _dumps())),
@@ -82,16 +82,17 @@ def spans_replicas(processor: Any) -> bool:
 def _modes_of_shared_heads() -> list[tuple[str, bool]]:
     """The modes in which a head that ranks of DP attention share is left to SGLang, and whether they are on."""
     from sglang.srt.environ import envs
-    from sglang.srt.runtime_context import get_disagg, get_parallel
+    from sglang.srt.runtime_context import get_disagg, get_exec, get_parallel
 
     if not shares_head():
         return []
     parallel = get_parallel()
     return [
-        ("with several ranks per replica", parallel.attn_tp_size > 1),
-        ("with pipeline parallelism", parallel.pp_size > 1),
-        ("with PD disaggregation", get_disagg().disaggregation_mode != "null"),
-        ("without SGLang's gather of batch facts", _is_set(envs, "SGLANG_SCHEDULER_SKIP_ALL_GATHER")),
+        ("attention over several ranks", parallel.attn_tp_size > 1),
+        ("pipeline parallelism", parallel.pp_size > 1),
+        ("PD disaggregation", get_disagg().disaggregation_mode != "null"),
+        ("bounded replay", getattr(get_exec().features, "enable_encoder_swa_bounded_replay", False)),
+        ("SGLANG_SCHEDULER_SKIP_ALL_GATHER", _is_set(envs, "SGLANG_SCHEDULER_SKIP_ALL_GATHER")),
     ]
 
 

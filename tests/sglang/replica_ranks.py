@@ -1,10 +1,10 @@
 """Ranks of DP attention that share an LM head, each a process with requests of its own: they run steps as SGLang does,
 and return what each got.
 
-    python tests/sglang/replica_ranks.py PORT FOLDER SHAPE [FAULT]
+    python tests/sglang/replica_ranks.py PORT FOLDER SHAPE
 
 SHAPE: ranks, ids of each rank and ids of the vocabulary, as 4x44x170. A line of JSON: of each rank, the answers to each
-step. With a fault, which strikes the last rank alone, each rank that fails says so.
+step. A rank that fails, or waits for longer than ``SECONDS``, ends the run.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import functools
 import json
 import sys
 import types
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -21,7 +21,7 @@ from unittest import mock
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import conftest  # noqa: F401  the interpreter's patches
 import torch
-from head_states import CPU, Processor, make_batch, make_head, metadata_of, pretended_sglang, serve
+from head_states import Processor, make_batch, make_head, metadata_of, pretended_sglang, serve
 from rank_group import Group, fork, join
 
 from sgl_flashsample.sglang.batch import BATCH_ATTRIBUTE, DRAWN_ATTRIBUTE, Batch
@@ -38,7 +38,7 @@ class Part(NamedTuple):
 
     rows: Sequence[dict[str, Any]] = ()
     mode: str = "decode"
-    fields: dict[str, Any] = {}
+    fields: Mapping[str, Any] = types.MappingProxyType({})
 
 
 class Case(NamedTuple):
@@ -140,7 +140,7 @@ class Rank:
         return torch.cat(parts, dim=1)[start : start + len(hidden), : self.vocab]
 
     def run(self, case: Case) -> dict[str, Any]:
-        """One step: the tokens, where it is fused, else whether the logits are right."""
+        """One step: the computations of logits, the tokens and their logprobs."""
         part = case.parts[self.rank]
         batch, positions = batch_of(part)
         num_rows, mode = len(batch), part.mode if part.rows else "idle"
@@ -164,14 +164,14 @@ class Rank:
         )
         computed, hidden = self.computed, hidden_of(self.rank, num_rows)
         output = self.replicas.forward(self.model(case, hidden, mode), runner, forward).logits_output
-        if DRAWN_ATTRIBUTE not in vars(output):
-            right = hidden @ weight_of(self.vocab).T
-            error = (output.next_token_logits - right).abs().max().item() if num_rows else 0.0
-            return {"computed": self.computed - computed, "error": error}
+        answer = {"computed": self.computed - computed, "drawn together": DRAWN_ATTRIBUTE in vars(output)}
         logprobs = fields["return_logprob"]
+        if batch.mix.is_native or batch.mix.edits or not num_rows:  # SGLang's sampler, and its penalties
+            return answer | {"tokens": None if num_rows else [], "logprobs": None}
+        self.steps.sample(runner, output, forward)
         tokens = self.sampler.forward(output, info, logprobs, [0] * num_rows, [None] * num_rows, positions)
         values = output.next_token_logprobs.tolist() if logprobs else None
-        return {"computed": self.computed - computed, "tokens": tokens.tolist(), "logprobs": values}
+        return answer | {"tokens": tokens.tolist(), "logprobs": values}
 
     def model(self, case: Case, hidden: torch.Tensor, mode: str) -> Any:
         """SGLang's ModelRunner.forward of these hidden states, padded as it pads them."""
@@ -191,6 +191,7 @@ class Rank:
 def rank_of(rank: int, shape: tuple[int, int, int], port: int) -> Any:
     join(rank, shape[0], port, SECONDS)
     server = Rank(shape)
+    assert server.state._gathers_right()
     answers = {name: server.run(case) for name, case in STEPS.items()}
     return answers | {"again": server.run(STEPS[AGAIN])}
 
