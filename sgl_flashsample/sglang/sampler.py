@@ -221,7 +221,7 @@ class FlashSampler(Sampler):
                 asked = routing.asked(call.top_logprobs_nums, call.token_ids_logprobs, original, temperatures)
             drawn = draw(lazy, Step(batch, slots, call.positions, edits, call.return_logprob, asked=asked))
         except GrammarError as error:  # its rows are SGLang's from the next step on
-            runtime.stop_grammars(str(error), error.everywhere)
+            runtime.stop_grammars(str(error), error.everywhere or lazy.source.exchange is None)
             raise Unserved(Reason.ERROR) from None
         except torch.OutOfMemoryError:  # other batches may well find memory
             if lazy.source.exchange is not None:

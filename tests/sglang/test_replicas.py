@@ -17,7 +17,7 @@ from replica_ranks import FUSED, STEPS, batch_of, hidden_of, weight_of
 from sglang_batches import request
 
 from sgl_flashsample.sglang import head as head_module
-from sgl_flashsample.sglang.batch import DRAWN_ATTRIBUTE, DrawKind
+from sgl_flashsample.sglang.batch import DRAWN_ATTRIBUTE, DrawKind, GrammarError
 from sgl_flashsample.sglang.draw import draw
 from sgl_flashsample.sglang.head import HeadState
 from sgl_flashsample.sglang.hooks import StepHooks
@@ -169,6 +169,22 @@ def test_rows_of_logits_get_what_hidden_states_would_and_sglang_serves_those_tha
     got = sample(logits)
     assert (got[0], got[2]) == (want[0], want[2]) and got[1] == pytest.approx(want[1], abs=2e-4)
     assert got[2] == [*["fused"] * 4, "native:sampling_mask"]
+
+
+def test_a_grammar_that_one_rank_cannot_read_is_sglangs_on_that_rank(runners, head, hidden, info_of, monkeypatch):
+    """Other ranks do not wait for what it draws from logits."""
+    runtime, state = runners[0].sampler.runtime, head.state
+    state.exchange, state.spans_replicas = types.SimpleNamespace(rank=0, num_ranks=2), True
+    serve(runtime, state)
+
+    def unreadable(*arguments: object) -> None:
+        raise GrammarError("a fault", everywhere=False)
+
+    monkeypatch.setattr("sgl_flashsample.sglang.sampler.edits_of", unreadable)
+    logits = ReplicaHooks(runtime)._rows_of(head.logits(hidden(2)))
+    _, output = runners[0].sample(logits, info_of([request("a"), request("b")]))
+    assert output.customized_info == {"flashsample_path": ["native:error"] * 2}
+    assert (runtime.no_grammars_reason, runtime.inactive_reason) == ("a fault", None)
 
 
 def test_logits_of_another_kind_stay_with_sglang(shared):
