@@ -28,6 +28,7 @@ from .row_table import ROWS, TOP_K_OFF, Reason, Row, RowTable, read_requests
 
 BATCH_ATTRIBUTE = "_flashsample_batch"  # on SamplingBatchInfo
 SLOTS_ATTRIBUTE = "_flashsample_slots"  # on SamplingBatchInfo, for one forward: slots of the rows in SGLang's pool
+DRAWN_ATTRIBUTE = "_flashsample_drawn"  # on LogitsProcessorOutput: the tokens of a step that ranks drew together
 REASON_ATTRIBUTE = "_flashsample_reason"  # on LogitsProcessorOutput: why its logits were computed after all
 ROUTING_ATTRIBUTE = "_flashsample_routing"  # on LogitsProcessorOutput: of rows whose logits are there, preprocessed
 # On LogitsProcessorOutput: SGLang's preprocessing, still to be done, as a function and its first argument.

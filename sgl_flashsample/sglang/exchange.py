@@ -7,6 +7,7 @@ The only code that knows of groups of ranks.
 ``Exchange.draw_rows``  each rank has the logits of its part: whole rows go to the ranks, which draw them, and ``merge``
                         follows. For truncations, which need the whole vocabulary, and where a rank has no id.
 ``first_logits``        before ``merge``, where groups of ids lie on two ranks (``straddling.py``)
+``gather_rows``         before a draw, where each rank has rows of its own (``replicas.py``)
 ``..._with_logprobs``   the same two, and the logprobs that were asked for beside those of the tokens, in an exchange
                         more: 12 bytes per likeliest id, row and rank, 4 per given id (``kernels/merge_logprobs.py``)
 
@@ -22,7 +23,7 @@ collectives of the group, as for prompts (``Exchange.merge_prompt``).
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -158,6 +159,22 @@ class Exchange:
         # No rank writes to a region before it is zero.
         if all(RankSync(group).of_all(memory is not None)):
             self.memory = memory
+
+    def of_all(self, values: list[int]) -> list[list[int]]:
+        """The values of all ranks, in their order, each of as many. They travel through host memory, in each step."""
+        own = torch.tensor(values)
+        gathered = [torch.empty_like(own) for _ in range(self.num_ranks)]
+        torch.distributed.all_gather(gathered, own, group=self._group.cpu_group)
+        return [one.tolist() for one in gathered]
+
+    def gather_rows(self, own: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
+        """``[sum(rows), F]``: the rows of all ranks, in their order. own: those of this rank, ``[rows[rank], F]``."""
+        most = max(rows)
+        padded = own if len(own) == most else torch.nn.functional.pad(own, (0, 0, 0, most - len(own)))
+        parts = self._gathered(padded)
+        if min(rows) == most:
+            return parts.flatten(0, 1)
+        return torch.cat([part[:count] for part, count in zip(parts, rows, strict=True)])
 
     def merge(self, drawn: SampleOutput, first: int = 0, num_rows: int | None = None) -> SampleOutput:
         """The draw from the whole vocabulary, of a batch of ``num_rows`` rows. drawn: this rank's, of the rows from

@@ -59,6 +59,7 @@ class HeadState:
     logits. table_file: the tuned table of ``head``, or None.
     unraced: how ``head`` has no tuned table that knows its screen, until that is raced. screen_decision: the result of
     that race, in words, or None.
+    spans_replicas: ranks with requests of their own share the head (``replicas.py``).
     path: the path that every batch takes after a failure. screen: the life of the screen, where the head has one.
     use_step_graphs: steps are captured as CUDA graphs. copies_tokens: each step then has tokens of its own, which stay.
     graphs: None where there are none yet, or something that they were captured with has changed. captured: hidden
@@ -75,6 +76,7 @@ class HeadState:
         """capture: captures CUDA graphs; ``CudaCapture`` where None."""
         self.processor, self.lm_head, self.exchange = processor, lm_head, exchange
         self.use_step_graphs = self.copies_tokens = False
+        self.spans_replicas = exchange is not None and support.spans_replicas(processor)
         self.path: SamplingPath | None = None
         self.screen: HeadScreen | None = None
         self._parameters: dict[str, torch.Tensor] = getattr(lm_head, "_parameters", {})
@@ -343,6 +345,8 @@ class HeadState:
         # Whole rows of this vocabulary, and groups that straddle.
         read = [(self.processor.vocab_size, num_ranks * head.weight.shape[0], cdiv(max_rows, num_ranks))]
         read += [] if self.straddling is None else [(GROUP_SIZE, GROUP_SIZE, max_rows)]
+        if self.spans_replicas and (fault := self._unsupported_logits(max_rows, bool_masks)) is not None:
+            return fault
         faults = (
             compare_rows_with_reference(
                 *(vocab_size, width, head.rounding, device, num_rows),
@@ -353,6 +357,11 @@ class HeadState:
             for vocab_size, width, num_rows in read
         )
         return next(filter(None, faults), None)
+
+    def _unsupported_logits(self, max_rows: int, bool_masks: bool) -> str | None:
+        """Why SGLang's logits, float32 and as they are sampled, cannot be drawn from (``replicas.LogitReader``)."""
+        size, device = self.processor.vocab_size, self.part.weight.device
+        return compare_rows_with_reference(size, size, torch.float32, device, max_rows, bool_masks=bool_masks)
 
     def check_exchange(self) -> str | None:
         """Connect with the other ranks and exchange known draws; returns what was wrong, or None. Every rank calls it,
@@ -369,11 +378,23 @@ class HeadState:
         self.exchange.connect(max_rows, width, lm_head.rounding)
         if self.exchange.memory is not None:
             right += [self._exchanges_right(*batch) for batch in batches]
+        if self.spans_replicas:
+            right.append(self._gathers_right())
         if gatherer is not None and not self.processor.use_attn_tp_group:
             gatherer(torch.zeros(1, width, dtype=lm_head.rounding, device=device))
         if self.exchange.memory is None and (reason := support.unmeasured_exchange(device)) is not None:
             return reason
         return None if all(right) else f"in a trial exchange between {num_ranks} ranks, tokens came out wrong"
+
+    def _gathers_right(self) -> bool:
+        """Rows of ranks, another number of each and none of the first, come in their order."""
+        assert self.exchange is not None
+        rank, num_ranks = self.exchange.rank, self.exchange.num_ranks
+        own = torch.full((rank, 3), rank, dtype=torch.uint8, device=self.part.weight.device)
+        ranks = torch.arange(num_ranks, dtype=torch.uint8, device=own.device)
+        expected = ranks.repeat_interleave(ranks.long())[:, None].expand(-1, 3)
+        facts = self.exchange.of_all([rank, 2]) == [[other, 2] for other in range(num_ranks)]
+        return facts and torch.equal(self.exchange.gather_rows(own, range(num_ranks)), expected)
 
     def _exchanges_right(self, num_rows: int, return_logprob: bool) -> bool:
         """A batch of one-hot logits, each rank with its part, gives the known tokens."""

@@ -17,6 +17,9 @@ Where a prefill returns logprobs of the prompt (``prompt_logprobs.PromptHooks``)
     InputLogprobProcessor.forward        read them from the hidden states, without logits of the whole prompt
     ScheduleBatch.prepare_for_extend     ask for none after a retraction, which has them already
 
+Where ranks with requests of their own share an LM head (``replicas.ReplicaHooks``): ``prepare_mlp_sync_batch_raw``, in
+which they agree on a step, and ``ModelRunner.forward``, in which they draw it.
+
 Where drafts are verified (``speculation.SpeculationHooks``): ``eagle_sample``, and the logprobs of accepted tokens.
 
 Where drafts are drawn (``drafts.Drafts``):
@@ -131,6 +134,15 @@ class StepHooks:
 
             place = getattr(logits_metadata, "next_token_logits_buffer", None)
             compute = CapturedLogits(state, hidden_states, launches, launches_of_all, place)
+        if state.spans_replicas:
+
+            def launches_of_ranks(hidden: Any) -> Any:
+                step = self.runtime.step_of_replicas
+                if step is None or step.fused:
+                    self.runtime.stay_with_ranks("logits that all ranks compute together are read on this one alone")
+                return original(processor, hidden_states, lm_head, logits_metadata, None, True)[: hidden.shape[0]]
+
+            compute = launches_of_ranks
         lazy = LazyLogits(hidden_states, processor.vocab_size, state, compute, captured, prefills)
         self.metrics.scheduling_seconds += time.perf_counter() - started
         return lazy
@@ -264,6 +276,21 @@ def install_speculation(runtime: Runtime) -> str | None:
             return "; ".join(filter(None, reasons.values()))
         table[target] = (hook, HookType.AROUND)
     return apply_hooks(table)
+
+
+def install_replicas(runtime: Runtime) -> str | None:
+    """Register and apply the hooks of ranks with requests of their own. Returns why the fused pass must stay off, None
+    when every hook landed."""
+    from sglang.srt.plugins.hook_registry import HookType
+
+    from .replicas import ReplicaHooks
+
+    hooks, targets = ReplicaHooks(runtime), versions.REPLICA_TARGETS
+    reasons = [reason for target in targets if (reason := versions.unsupported_target(target, targets[target]))]
+    if reasons:
+        return "; ".join(reasons)
+    functions: list[tuple[Callable, Any]] = [(hooks.agree, HookType.AFTER), (hooks.forward, HookType.AROUND)]
+    return apply_hooks(dict(zip(targets, functions, strict=True)))
 
 
 def install_drafts(drafts: Drafts) -> str | None:

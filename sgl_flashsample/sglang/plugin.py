@@ -90,6 +90,8 @@ def make_sampler() -> FlashSampler:
         if _runtime.inactive_reason is None:
             hooks.install_arrival_hook(_runtime)
             hooks.install_prompt_hooks(_runtime)
+        if _runtime.inactive_reason is None and _runtime.settings.shares_head:
+            _runtime.inactive_reason = hooks.install_replicas(_runtime)
         if _runtime.inactive_reason is None and _runtime.settings.verifies:
             _runtime.inactive_reason = hooks.install_speculation(_runtime)
         if _runtime.inactive_reason is None and _runtime.settings.verifies:

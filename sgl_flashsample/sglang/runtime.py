@@ -117,6 +117,7 @@ class Runtime:
         self._screens_outdated = False
         self._heads: dict[tuple[int, int], HeadState | None] = {}
         self._extra_root: ExtraRoot | None = None
+        self.step_of_replicas: Any = None  # ``replicas.Step``, while the model runs it
         self._draft_processors: set[int] = set()
         self.prepares_drafts = False  # the draft model has a head of its own, prepared before memory is shared out
         self.draft_head: HeadState | None = None  # drafts are drawn from it; it may be a head of the target
@@ -590,9 +591,28 @@ class Runtime:
             100 * screen.num_bytes / (weight.numel() * weight.element_size()),
         )
 
+    @property
+    def head_of_replicas(self) -> HeadState | None:
+        """The head that ranks with requests of their own share; None where there is none."""
+        return next((state for state in self.heads if state.spans_replicas), None)
+
+    def _takes_step(self, mode: Mode) -> bool:
+        """Logits of a head that replicas share are left out: in a step that all ranks agree on, and in the graphs of
+        SGLang's decode steps, after which they are computed where a step needs them. No fact of one rank alone
+        counts."""
+        if _is_capturing():
+            return mode.decodes
+        return self.step_of_replicas is not None and self.step_of_replicas.fused
+
     def can_defer(self, processor: Any, hidden: torch.Tensor, lm_head: Any, metadata: Any) -> HeadState | None:
         """The head's state when these logits need not be computed now; None when SGLang should compute them."""
         mode, drafting = mode_of(metadata), id(processor) in self._draft_processors
+        shared = self._heads.get((id(processor), id(lm_head)))
+        if shared is not None and shared.spans_replicas:
+            if not self._takes_step(mode) or self.inactive_reason is not None or not shared.takes(hidden):
+                return None
+            self._renew_in_step(mode)
+            return shared
         sampling = mode.decodes or (mode.extends and not metadata.extend_return_logprob)
         sampling = sampling or (drafting and mode.extends_drafts)
         if not sampling or mode.is_split or metadata.is_prefill_only:
@@ -618,11 +638,14 @@ class Runtime:
         """The head's state in a step that it may serve; None where it is SGLang's, or these hidden states are."""
         if self.inactive_reason is not None or hidden.shape[0] == 0:
             return None
-        if self._screens_outdated and self.weights_settled and mode.extends and not _is_capturing():
-            self.renew_screens()
+        self._renew_in_step(mode)
         drafting = id(processor) in self._draft_processors
         state = self._drawing_head if drafting else self.head_for(processor, lm_head)
         return state if state is not None and state.takes(hidden) else None
+
+    def _renew_in_step(self, mode: Mode) -> None:
+        if self._screens_outdated and self.weights_settled and mode.extends and not _is_capturing():
+            self.renew_screens()
 
     @property
     def _drawing_head(self) -> HeadState | None:

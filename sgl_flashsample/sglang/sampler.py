@@ -15,6 +15,7 @@ from sglang.srt.runtime_context import get_exec
 from ..kernels.workspace import MAX_TOP_LOGPROBS
 from .batch import (
     BATCH_ATTRIBUTE,
+    DRAWN_ATTRIBUTE,
     PREPROCESS_ATTRIBUTE,
     REASON_ATTRIBUTE,
     ROUTING_ATTRIBUTE,
@@ -121,6 +122,9 @@ class FlashSampler(Sampler):
             return tokens
         call = Call(logits_output, sampling_info, return_logprob, top_logprobs_nums, token_ids_logprobs, positions)
         preprocess = vars(logits_output).pop(PREPROCESS_ATTRIBUTE, None)
+        drawn = vars(logits_output).pop(DRAWN_ATTRIBUTE, None)
+        if drawn is not None:
+            return self._drawn_with_ranks(drawn, call, bool(asks_for_more), kwargs, started)
         num_rows = logits_output.next_token_logits.shape[0]
         if num_rows == 0 and not return_logprob:  # a rank of DP attention without requests
             return torch.empty(0, dtype=torch.int64, device=logits_output.next_token_logits.device)
@@ -137,6 +141,21 @@ class FlashSampler(Sampler):
             token_ids = self._native(*call, **kwargs)
         self.runtime.count(logits_output, batch, routing, token_ids, started)
         return token_ids
+
+    def _drawn_with_ranks(
+        self, drawn: Drawn, call: Call, asks_for_more: bool, extra: dict[str, Any], started: float
+    ) -> torch.Tensor:
+        """The tokens of a step that all ranks have drawn together. Raises RankError for a call that asks for what they
+        did not agree on."""
+        output, info, batch = call.logits_output, call.sampling_info, batch_of(call.sampling_info)
+        unknown = asks_for_more or any(value is not None for value in extra.values()) or any(info.grammars or ())
+        if unknown or (call.return_logprob and drawn.logprobs is None):
+            self.runtime.stay_with_ranks("a step that is drawn already asks for more than the ranks agreed on")
+        if call.return_logprob:
+            output.next_token_logprobs = drawn.logprobs
+        if batch is not None and len(batch):
+            self.runtime.count(output, batch, batch.fused, drawn.token_ids, started)
+        return drawn.token_ids
 
     def compute_logprobs_only(self, logits_output: Any, sampling_info: Any, *args: Any, **kwargs: Any) -> None:
         _compute_logits(logits_output, sampling_info, vars(logits_output).pop(PREPROCESS_ATTRIBUTE, None))
@@ -202,7 +221,7 @@ class FlashSampler(Sampler):
                 asked = routing.asked(call.top_logprobs_nums, call.token_ids_logprobs, original, temperatures)
             drawn = draw(lazy, Step(batch, slots, call.positions, edits, call.return_logprob, asked=asked))
         except GrammarError as error:  # its rows are SGLang's from the next step on
-            runtime.stop_grammars(str(error), error.everywhere)
+            runtime.stop_grammars(str(error), error.everywhere or lazy.source.exchange is None)
             raise Unserved(Reason.ERROR) from None
         except torch.OutOfMemoryError:  # other batches may well find memory
             if lazy.source.exchange is not None:

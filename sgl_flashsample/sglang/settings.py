@@ -32,8 +32,9 @@ def refuse_to_start(reason: str) -> None:
 class Settings:
     """unsupported: why the fused pass serves nothing here, or None. seed: of the server. custom_processors: requests
     may bring a custom logit processor. original_logprobs: SGLang returns logprobs of unscaled logits. bool_masks:
-    grammar masks are of bools. verifies: drafts of speculative decoding are verified. report_path: responses name the
-    path of each token. replica: rank among replicas and under DP attention, which get different requests.
+    grammar masks are of bools. verifies: drafts of speculative decoding are verified. shares_head: ranks of DP
+    attention share an LM head. report_path: responses name the path of each token. replica: rank among replicas and
+    under DP attention, which get different requests.
     last_stage: this process has the model's LM head; the other stages of a pipeline have none. metrics: ``/metrics`` is
     on. metric_labels: the labels that SGLang gives the metrics of this process. reports: this rank reports to
     ``/metrics`` and to the log.
@@ -45,6 +46,7 @@ class Settings:
     original_logprobs: bool = False
     bool_masks: bool = False
     verifies: bool = False
+    shares_head: bool = False
     report_path: bool = False
     replica: int = 0
     is_pipeline: bool = False
@@ -82,6 +84,7 @@ class Settings:
         self.reports = parallel.tp_size == 1 or parallel.attn_tp_rank == 0
         self.reports = self.reports or bool(observability.enable_metrics_for_all_schedulers)
         self.unsupported = support.unsupported_server()
+        self.shares_head = support.shares_head()
         self.verifies = get_spec().speculative_algorithm is not None
         if self.report_path and self.verifies:
             self.report_path = False

@@ -46,11 +46,7 @@ def unsupported_server() -> str | None:
         return adapters
     graph = execution.graph.cuda_graph_config
     checks = (
-        # Newer SGLang has only the width, and no groups to ask for it where there is one rank.
-        (
-            "DP attention without --enable-dp-lm-head",
-            ranks > 1 and parallel.attn_dp_size > 1 and not parallel.enable_dp_lm_head,
-        ),
+        *((f"{mode} beside DP attention without --enable-dp-lm-head", on) for mode, on in _modes_of_shared_heads()),
         ("elastic expert parallelism", is_elastic()),
         ("context parallelism", ranks > 1 and parallel.attn_cp_size > 1),
         ("a dump of tensors, which reads logits, with several ranks", ranks > 1 and (dump is not None or _dumps())),
@@ -67,6 +63,37 @@ def unsupported_server() -> str | None:
         *((name, _is_set(envs, name)) for name in LOGIT_CHECKS),
     )
     return next((f"{reason} is not supported yet" for reason, applies in checks if applies), None)
+
+
+def shares_head() -> bool:
+    """Ranks of DP attention, which have requests of their own, share an LM head."""
+    from sglang.srt.runtime_context import get_parallel
+
+    parallel = get_parallel()
+    # Newer SGLang has only the width, and no groups to ask for it where there is one rank.
+    return parallel.tp_size > 1 and parallel.attn_dp_size > 1 and not parallel.enable_dp_lm_head
+
+
+def spans_replicas(processor: Any) -> bool:
+    """A LogitsProcessor computes the logits of all ranks of DP attention together."""
+    return bool(getattr(processor, "do_tensor_parallel_all_gather_dp_attn", False))
+
+
+def _modes_of_shared_heads() -> list[tuple[str, bool]]:
+    """The modes in which a head that ranks of DP attention share is left to SGLang, and whether they are on."""
+    from sglang.srt.environ import envs
+    from sglang.srt.runtime_context import get_disagg, get_exec, get_parallel
+
+    if not shares_head():
+        return []
+    parallel = get_parallel()
+    return [
+        ("attention over several ranks", parallel.attn_tp_size > 1),
+        ("pipeline parallelism", parallel.pp_size > 1),
+        ("PD disaggregation", get_disagg().disaggregation_mode != "null"),
+        ("bounded replay", getattr(get_exec().features, "enable_encoder_swa_bounded_replay", False)),
+        ("SGLANG_SCHEDULER_SKIP_ALL_GATHER", _is_set(envs, "SGLANG_SCHEDULER_SKIP_ALL_GATHER")),
+    ]
 
 
 def _unmeasured_ranks() -> str | None:
@@ -273,8 +300,6 @@ def unsupported_head(processor: Any, lm_head: Any) -> str | None:
     if processor.do_tensor_parallel_all_gather:
         if in_host_memory:
             return "several ranks on CPUs exchange by kernels, which need Triton's interpreter (TRITON_INTERPRET=1)"
-        if getattr(processor, "do_tensor_parallel_all_gather_dp_attn", False):
-            return "the logits of all DP ranks are computed together; --enable-dp-lm-head avoids it"
         if getattr(processor, "use_tp_lm_head_all_to_all", False):
             return "the ranks exchange logits by an all-to-all (--enable-tp-lm-head-all-to-all)"
         ranks = getattr(lm_head, "tp_size", 1)

@@ -72,6 +72,12 @@ READ_CALLS: dict[str, tuple[str, ...]] = {
     ),
 }
 
+# Targets in a server whose ranks have requests of their own and share an LM head.
+REPLICA_TARGETS: dict[str, tuple[str, ...]] = {
+    "sglang.srt.managers.scheduler_components.dp_attn.prepare_mlp_sync_batch_raw": ("local_batch", "model_runner"),
+    "sglang.srt.model_executor.model_runner.ModelRunner.forward": ("self", "forward_batch"),
+}
+
 # Targets of prompt logprobs: computed in a prefill; asked for once more after a retraction.
 PROMPT_TARGETS: dict[str, tuple[str, ...]] = {
     "sglang.srt.layers.logprob_processor.InputLogprobProcessor.forward": (

@@ -9,12 +9,9 @@ answers to each batch. A rank that fails, or waits for longer than ``SECONDS``, 
 
 from __future__ import annotations
 
-import datetime
 import functools
 import json
-import os
 import sys
-import traceback
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +21,7 @@ import torch
 from exchange_worker import Answers, as_answer, as_lists, values_of
 from head_states import CPU, Processor, make_head
 from kernel_cases import Case, make_case
-from rank_group import Group, sleep_while_waiting
+from rank_group import Group, fork, join
 
 from sgl_flashsample import WantedLogprobs
 from sgl_flashsample.kernels.peer_memory import PeerMemory
@@ -72,11 +69,8 @@ def answers_of(exchange: Exchange, kind: str, width: int, vocab: int, memory: Pe
 
 
 def rank_of(rank: int, shape: tuple[int, int, int], port: int, regions: list[torch.Tensor]) -> Any:
-    sleep_while_waiting()
     num_ranks, width, vocab = shape
-    store = torch.distributed.TCPStore("127.0.0.1", port, num_ranks, rank == 0)
-    limit = datetime.timedelta(seconds=SECONDS)
-    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=limit)
+    join(rank, num_ranks, port, SECONDS)
     exchange, answers = Exchange(Group()), {}
     for way in WAYS:
         memory = None
@@ -99,32 +93,8 @@ def shared_regions(num_ranks: int, width: int) -> list[torch.Tensor]:
 
 def run(shape: tuple[int, int, int], port: int, folder: Path) -> list[Any]:
     """The answers of each rank."""
-    regions, files = shared_regions(*shape[:2]), [folder / f"{shape}-{rank}.json" for rank in range(shape[0])]
-    children = {}
-    for rank, file in enumerate(files):
-        child = os.fork()
-        if child == 0:
-            code = 1
-            try:
-                torch.set_num_threads(1)
-                file.write_text(json.dumps(rank_of(rank, shape, port, regions)))
-                code = 0
-            except BaseException:
-                traceback.print_exc()
-            sys.stderr.flush()
-            os._exit(code)  # an interpreter that ends may be aborted by gloo's threads
-        children[child] = rank
-    failed = None
-    while children:
-        child, status = os.wait()
-        rank = children.pop(child)
-        if status and failed is None:
-            failed = rank
-            for other in children:
-                os.kill(other, 9)
-    if failed is not None:
-        raise RuntimeError(f"rank {failed} of {shape} failed")
-    return [json.loads(file.read_text()) for file in files]
+    regions = shared_regions(*shape[:2])
+    return fork(shape[0], lambda rank: rank_of(rank, shape, port, regions), folder)
 
 
 def main(port: int, folder: Path, shapes: list[str]) -> None:

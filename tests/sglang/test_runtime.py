@@ -80,6 +80,8 @@ def several_gpus(monkeypatch) -> None:
 
 CHECKS = ("SGLANG_ENABLE_NAN_LOGITS_CHECK", "SGLANG_ENABLE_ASYNC_ASSERT", "SGLANG_SANITIZE_NAN_LOGITS")
 BACKEND, TWO_RANKS = "exec.graph.cuda_graph_config.decode.backend", {"parallel.tp_size": 2}
+REPLICAS = TWO_RANKS | {"parallel.attn_dp_size": 2}
+BESIDE = "beside DP attention without --enable-dp-lm-head"
 LORA, MODULES = "lora.enable_lora", "lora.lora_target_modules"
 
 
@@ -109,7 +111,12 @@ LORA, MODULES = "lora.enable_lora", "lora.lora_target_modules"
         ({LORA: True, MODULES: ["q_proj"]}, None),
         ({LORA: None, MODULES: ["all"]}, None),
         ({"parallel.attn_dp_size": 2}, None),
-        (TWO_RANKS | {"parallel.attn_dp_size": 2}, "DP attention without --enable-dp-lm-head"),
+        (REPLICAS, None),
+        (REPLICAS | {"parallel.attn_tp_size": 2}, f"attention over several ranks {BESIDE}"),
+        (REPLICAS | {"parallel.pp_size": 2}, f"pipeline parallelism {BESIDE}"),
+        (REPLICAS | {"disagg.disaggregation_mode": "decode"}, f"PD disaggregation {BESIDE}"),
+        (REPLICAS | {"exec.features.enable_encoder_swa_bounded_replay": True}, f"bounded replay {BESIDE}"),
+        (REPLICAS | {"environ.SGLANG_SCHEDULER_SKIP_ALL_GATHER": True}, f"SGLANG_SCHEDULER_SKIP_ALL_GATHER {BESIDE}"),
         (TWO_RANKS | {"parallel.attn_dp_size": 2, "parallel.enable_dp_lm_head": True}, None),
         ({"parallel.attn_cp_size": 2}, None),
         (TWO_RANKS | {"parallel.attn_cp_size": 2}, "context parallelism"),
@@ -305,11 +312,6 @@ GATHERED = Processor(do_tensor_parallel_all_gather=True)
         (Processor(), make_head(WEIGHT.bfloat16()), "bfloat16 is wrong in Triton's interpreter"),
         (GATHERED, make_head(WEIGHT, tp_size=5), "600 ids, the LM head 520 rows"),
         (GATHERED, make_head(WEIGHT, tp_size=8, num_added_embeddings=3), "ids that were added to the vocabulary"),
-        (
-            Processor(do_tensor_parallel_all_gather=True, do_tensor_parallel_all_gather_dp_attn=True),
-            make_head(WEIGHT, tp_size=8),
-            "--enable-dp-lm-head avoids it",
-        ),
         (
             Processor(do_tensor_parallel_all_gather=True, use_tp_lm_head_all_to_all=True),
             make_head(WEIGHT, tp_size=8),
@@ -1173,6 +1175,7 @@ GROUPS = {
     "step": versions.HOOK_TARGETS,
     "arrival": {hooks.ARRIVAL_TARGET},
     "prompts": versions.PROMPT_TARGETS,
+    "replicas": versions.REPLICA_TARGETS,
     "verification": {name for names in versions.SPECULATION_TARGETS for name in names},
     "drafts": versions.DRAFT_TARGETS,
     "status": {hooks.STATUS_TARGET},
@@ -1251,6 +1254,17 @@ def test_a_server_gets_the_hooks_of_its_mode_until_one_does_not_land_which_is_sa
     warnings = [record.message for record in caplog.records]
     assert len(warnings) == (reason is not None)
     assert all(one.endswith(f"not active, SGLang's own sampler is used for everything: {reason}") for one in warnings)
+
+
+@pytest.mark.parametrize("missing", [(), tuple(versions.REPLICA_TARGETS)[:1]])
+def test_ranks_that_share_a_head_but_no_requests_have_hooks_to_agree_on_each_step(
+    starts, server_config, registry, missing
+):
+    change(server_config, REPLICAS)
+    registry.missing = set(missing)
+    runtime, done = starts()
+    assert done == ["step", "arrival", "prompts", *([] if missing else ["replicas", "weights"]), *LAST]
+    assert runtime.inactive_reason == (f"no {missing[0]}" if missing else None)
 
 
 @pytest.mark.parametrize("algorithm", [None, "EAGLE", "DFLASH"])

@@ -705,29 +705,15 @@ def test_other_heads_schedules_and_sglang_versions_follow_the_truth(folder, vari
         assert "Traceback" not in server.log_text()
 
 
-UNSERVED = {
-    "DP attention with a head over all ranks": (
-        ["--tp-size", "2", "--dp-size", "2", "--enable-dp-attention"],
-        TWO_RANKS | INTERPRETED,  # SGLang has kernels of its own for it
-        "DP attention without --enable-dp-lm-head is not supported yet",
-    ),
-    "an unknown SGLang": ([], {}, "SGLang 9.9.9 is not among the known versions 0.5.17 to 0.5.23"),
-}
-
-
 @pytest.mark.full
 @pytest.mark.alone
 @pytest.mark.skipif(CUDA, reason="runs on the CPU")
-@pytest.mark.parametrize("name", UNSERVED)
-def test_what_cannot_be_fused_is_said_in_one_line_and_served_by_sglang(folder, name):
-    arguments, environment, reason = UNSERVED[name]
+def test_what_cannot_be_fused_is_said_in_one_line_and_served_by_sglang(folder):
+    reason = "SGLang 9.9.9 is not among the known versions 0.5.17 to 0.5.23"
     pretended = folder / "pretended" / "sglang-9.9.9.dist-info"
     pretended.mkdir(parents=True, exist_ok=True)
     (pretended / "METADATA").write_text("Metadata-Version: 2.1\nName: sglang\nVersion: 9.9.9\n")
-    first_on_path = pretended.parent if name == "an unknown SGLang" else None
-    server, truth = make_server(
-        folder, "tiny", name=name, arguments=arguments, environment=environment, first_on_path=first_on_path
-    )
+    server, truth = make_server(folder, "tiny", name="an unknown SGLang", first_on_path=pretended.parent)
     with server:
         lines = {line.partition("flashsample 0.")[2] for line in server.log_lines("not active")}
         assert len(lines) == 1
@@ -747,6 +733,10 @@ RANKS = {
         ["--tp-size", "2", "--dp-size", "2", "--enable-dp-attention", "--enable-dp-lm-head"],
         {"ranks": 1},
     ),
+    "DP attention with a head over all ranks": (
+        ["--tp-size", "2", "--dp-size", "2", "--enable-dp-attention"],
+        {"ranks": 2},
+    ),
 }
 
 
@@ -755,7 +745,7 @@ RANKS = {
 @pytest.mark.parametrize("name", RANKS)
 def test_a_server_of_two_ranks_draws_the_tokens_of_one_rank(servers, folder, name):
     arguments, head = RANKS[name]
-    environment = TWO_RANKS | ({"FLASHSAMPLE_SEVERAL_GPUS": "1"} if name == "DP attention" else {})
+    environment = TWO_RANKS | ({"FLASHSAMPLE_SEVERAL_GPUS": "1"} if name.startswith("DP attention") else {})
     if name != "pipeline parallelism":  # our ranks exchange by kernels, and DP attention has some
         environment |= INTERPRETED
     server, _ = make_server(folder, SIZE, name=name, arguments=[*ARGUMENTS, *arguments], environment=environment)
@@ -787,11 +777,12 @@ def test_a_server_of_two_ranks_draws_the_tokens_of_one_rank(servers, folder, nam
 @pytest.mark.full
 @pytest.mark.alone
 @pytest.mark.skipif(CUDA and torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_a_rank_of_dp_attention_without_requests_draws_nothing_and_none_waits(folder):
+@pytest.mark.parametrize("name", [name for name in RANKS if name.startswith("DP attention")])
+def test_a_rank_of_dp_attention_without_requests_draws_nothing_and_none_waits(folder, name):
     """It runs the model with the others, at each of their steps."""
     environment = TWO_RANKS | INTERPRETED | {"FLASHSAMPLE_SEVERAL_GPUS": "1"}
-    arguments = [*ARGUMENTS, *RANKS["DP attention"][0]]
-    server, _ = make_server(folder, SIZE, name="an idle rank", arguments=arguments, environment=environment)
+    arguments = [*ARGUMENTS, *RANKS[name][0]]
+    server, _ = make_server(folder, SIZE, name=f"an idle rank of {name}", arguments=arguments, environment=environment)
 
     def counted() -> tuple[float, float]:
         """Batches and rows, once the counters of an idle server have caught up."""

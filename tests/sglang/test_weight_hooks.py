@@ -239,7 +239,7 @@ from sgl_flashsample.sglang.batch import Batch
 from sgl_flashsample.sglang.drafts import Drafts, DraftMode
 targets, reason = hooks.weight_targets()
 assert reason is None, reason
-for install in (hooks.install, hooks.install_weight_hooks, hooks.install_speculation):
+for install in (hooks.install, hooks.install_weight_hooks, hooks.install_speculation, hooks.install_replicas):
     reason = install(types.SimpleNamespace(metrics=None))
     assert reason is None, reason
 reason = hooks.install_drafts(Drafts(types.SimpleNamespace(), DraftMode.COUPLED))
@@ -290,6 +290,7 @@ def test_a_hook_that_did_not_land_is_named(server_config, pretend):
 DRAFTS = Drafts(None, DraftMode.COUPLED)
 INSTALLATIONS = {  # with further targets that are looked for
     "a step": (lambda _: hooks.install(types.SimpleNamespace(metrics=None)), versions.HOOK_TARGETS, ()),
+    "replicas": (hooks.install_replicas, versions.REPLICA_TARGETS, ()),
     "drafts": (hooks.install_drafts, versions.DRAFT_TARGETS, versions.READ_CALLS),
 }
 
