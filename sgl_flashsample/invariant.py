@@ -6,8 +6,8 @@ same way, and the kernels of batches with edits and a truncation. These leave th
 edited, and every logprob is read from such rows by one reader: those of a prompt too. No logit comes from a GEMM of the
 vendor, whose order depends on the batch.
 
-That a tensor core adds a row's products in one order, wherever the row is in a tile, is documented by nobody: ``fault``
-tries it on the device.
+That a tensor core adds a row's products in one order, wherever the row is in a tile, is documented by nobody:
+``selfcheck.dependence_on_batch`` tries it on the device.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ import torch
 from .cpu_path import draws_in_host_memory
 from .defaults import HeadTraits, default_config, truncation_config
 from .kernels.config import TileConfig, TruncationConfig, cdiv
-from .kernels.lm_head_sample import lm_head_sample, num_splits, workspace_slots
+from .kernels.lm_head_sample import lm_head_sample, num_splits
 from .kernels.logit_summary import LogitRows
-from .kernels.params import BatchParams, Edit, LMHead, LogitEdits, LogitsSpec, SampleOutput, Truncation
+from .kernels.params import BatchParams, LMHead, LogitsSpec, SampleOutput
 from .kernels.workspace import LogprobWorkspace, Workspace
 from .kinds import PLAIN
 from .logprobs import Logprobs, WantedLogprobs, read_logprobs
@@ -32,8 +32,6 @@ if TYPE_CHECKING:
 
 SLOT_BYTES = 708  # of scratch, per row and program that shares it
 MAX_CHUNK_BYTES = 384_000_000  # of a prompt's logits and scratch, in memory at a time
-# Rows of the batches in which ``fault`` tries a row; on a CPU, where kernels are interpreted, of few.
-TRIED_SIZES, INTERPRETED_SIZES = (2, 17, 64, 65, 130), (2, 5)
 
 
 def tile_of(head: LMHead) -> TileConfig:
@@ -134,58 +132,3 @@ def _read(
     done = dataclasses.replace(params, truncation=None, edits=None)
     rows = LogitRows(buffer.logits[:num_rows], LogitsSpec(head.vocab_size), done, workspace=scratch)
     return read_logprobs(rows, token_ids, wanted)
-
-
-def fault(head: LMHead) -> str | None:
-    """Draw one row alone, and at the first, a middle and the last place of batches whose other rows are of every kind;
-    what depended on the batch, or None. Waits for the device, at start."""
-    device, width = head.weight.device, head.weight.shape[1]
-    sizes = TRIED_SIZES if device.type == "cuda" else INTERPRETED_SIZES
-    tile, traits = tile_of(head), HeadTraits.of(head)
-    limits = truncation_config(traits.family, traits.itemsize, traits.vocab_size)
-    workspace = Workspace(workspace_slots(head, max(sizes), tile), device)
-    generator = torch.Generator(device).manual_seed(1)
-    row = torch.randn(width, generator=generator, device=device).to(head.hidden_dtype)
-
-    def results(hidden: torch.Tensor, params: BatchParams, place: int) -> list[torch.Tensor]:
-        drawn = _draw(hidden, params, tile, head, workspace, limits)
-        found = _read(workspace, head, params, drawn.token_ids, WantedLogprobs(), None)
-        assert workspace.last_buffer is not None and found.log_mass is not None
-        values = (drawn.token_ids, drawn.scores, found.of_tokens, found.log_mass, workspace.last_buffer.logits)
-        return [value[place].clone() for value in values]
-
-    for mine in (Truncation(*_limits(1, device)), None):
-        ones, seed = torch.ones(1, device=device), torch.full((1,), 7, device=device)
-        alone = results(row[None], BatchParams(ones, seed, seed, mine), 0)
-        for size in sizes:
-            others = torch.randn(size, width, generator=generator, device=device).to(head.hidden_dtype)
-            for place in sorted({0, size // 2, size - 1}):
-                hidden, number = others.clone(), torch.arange(size, device=device)
-                hidden[place] = row
-                temperature, seeds = (number % 3).float(), number * 7919
-                temperature[place], seeds[place] = 1.0, 7
-                top_k, top_p, min_p = _limits(size, device)
-                if mine is None:
-                    top_k[place], top_p[place] = 0, 1.0
-                flags = torch.full((size,), int(Edit.BIAS), dtype=torch.int32, device=device)
-                flags[place] = 0
-                bias = torch.ones(size, head.spec.edit_width, device=device)
-                params = BatchParams(
-                    temperature,
-                    seeds,
-                    torch.full_like(seeds, 7),
-                    Truncation(top_k, top_p, min_p),
-                    LogitEdits(bias=bias, rows=flags),
-                )
-                if not all(map(_same_bits, alone, results(hidden, params, place))):
-                    return f"a row's logits, token or logprobs depend on its batch of {size} rows here"
-    return None
-
-
-def _limits(num_rows: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    ones = torch.ones(num_rows, device=device)
-    return (ones * 5).int(), ones * 0.9, torch.zeros_like(ones)
-
-
-def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return bool(torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8)))

@@ -11,14 +11,14 @@ from typing import Any, NamedTuple
 import msgspec
 import torch
 
-from .. import __version__, invariant
+from .. import __version__
 from ..dispatch import DispatchTable
 from ..flashinfer_path import CANNOT_USE
 from ..head import Head
 from ..kernels.rng import NOISE_ABI
 from ..paths import Parts
 from ..screen_race import Outcome, candidates, decide, raced_kinds, unsupported_race
-from ..selfcheck import MAX_COMPILED_ROWS, unsupported_by_flashinfer
+from ..selfcheck import MAX_COMPILED_ROWS, dependence_on_batch, unsupported_by_flashinfer
 from ..switches import (
     STEP_GRAPHS_VARIABLE,
     switch,
@@ -507,7 +507,7 @@ class Runtime:
                 len(checked.refused),
                 "; ".join(checked.refused),
             )
-        if head.lm_head.batch_invariant and (reason := invariant.fault(head.lm_head)) is not None:
+        if head.lm_head.batch_invariant and (reason := dependence_on_batch(head.lm_head)) is not None:
             return reason
         head.table = _without_failing_flashinfer(head)
         resolved = dataclasses.replace(resolved, dispatch=head.table)

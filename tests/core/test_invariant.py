@@ -16,6 +16,7 @@ from sgl_flashsample.kernels.lm_head_sample import num_splits
 from sgl_flashsample.kernels.params import LogitsSpec
 from sgl_flashsample.logprobs import WantedLogprobs
 from sgl_flashsample.screen import Screen
+from sgl_flashsample.selfcheck import dependence_on_batch
 
 ROWS, HIDDEN, VOCAB = 21, 40, 203  # more rows than a tile has, and neither size fills its tiles
 
@@ -117,7 +118,7 @@ def test_the_vocabulary_is_cut_alike_for_all_batches(monkeypatch):
 
 
 def test_a_device_on_which_a_row_depends_on_its_batch_is_found(head, monkeypatch):
-    assert invariant.fault(head.lm_head) is None
+    assert dependence_on_batch(head.lm_head) is None
     read = invariant._read
 
     def depends_on_place(workspace, some, params, token_ids, *rest):
@@ -126,7 +127,7 @@ def test_a_device_on_which_a_row_depends_on_its_batch_is_found(head, monkeypatch
         return found
 
     monkeypatch.setattr(invariant, "_read", depends_on_place)
-    assert invariant.fault(head.lm_head) == "a row's logits, token or logprobs depend on its batch of 5 rows here"
+    assert dependence_on_batch(head.lm_head) == "a row's logits, token or logprobs depend on its batch of 5 rows here"
 
 
 @pytest.mark.parametrize("path", ["logits", "screened", "flashinfer"])
