@@ -30,6 +30,7 @@ from .logprobs import Logprobs, WantedLogprobs, read_logprobs
 if TYPE_CHECKING:
     from .paths import Parts
 
+ROW_BYTES = 5  # of a logit in float32, and its share of what a group of 16 ids has
 SLOT_BYTES = 708  # of scratch, per row and program that shares it
 MAX_CHUNK_BYTES = 384_000_000  # of a prompt's logits and scratch, in memory at a time
 
@@ -88,7 +89,8 @@ def read_prompt(
     """Write the logprobs of given tokens, and others that are wanted, to ``found``: those of draws at temperature 1."""
     num_rows, device, tile = len(hidden), hidden.device, tile_of(head)
     splits, traits = num_splits(head, 1, tile), HeadTraits.of(head)
-    most = max(1, min(chunk_rows, MAX_CHUNK_BYTES // (4 * head.vocab_size + splits * SLOT_BYTES)))
+    row_bytes = ROW_BYTES * head.vocab_size + splits * SLOT_BYTES
+    most = max(1, min(chunk_rows, MAX_CHUNK_BYTES // row_bytes))
     size = cdiv(num_rows, cdiv(num_rows, most)) if num_rows else 1
     # Scratch of this call alone: a prompt must not leave behind what a step of decoding never needs.
     workspace, scratch = Workspace(splits * size, device), LogprobWorkspace(size, head.vocab_size, device)

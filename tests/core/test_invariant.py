@@ -82,6 +82,14 @@ def test_its_tokens_are_the_references(head):
     assert head.check(ROWS).fault is None
 
 
+def test_its_logprobs_are_those_of_an_ordinary_head(head, hidden, device):
+    params = params_of("plain", head, device)
+    ordinary = Head(LMHead(head.lm_head.weight, head.lm_head.spec, batch_invariant=False))
+    got, want = (one.draw(hidden, params, return_logprob=True) for one in (head, ordinary))
+    torch.testing.assert_close(got.logprobs, want.logprobs, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(got.log_mass.sum(1), want.log_mass.sum(1), rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("wanted", [WantedLogprobs(), WantedLogprobs(3)], ids=["tokens", "top"])
 def test_a_prompt_has_the_bits_of_the_logprobs_that_its_tokens_were_drawn_with(head, hidden, device, wanted):
     params = dataclasses.replace(params_of("plain", head, device), temperature=torch.ones(ROWS, device=device))
