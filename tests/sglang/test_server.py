@@ -1036,7 +1036,7 @@ def deterministic(folder):
         yield server
 
 
-# Rows of all kinds but penalties: with its overlap SGLang counts a token a step late, or not. No seed is given.
+# Rows of all kinds but penalties: while it overlaps steps, SGLang may count a token a step late. No seed is given.
 MIXED = (
     {"temperature": 1.0},
     {"temperature": 0.0},
