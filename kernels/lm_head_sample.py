@@ -87,6 +87,7 @@ def lm_head_sample_kernel(
     TILE: tl.constexpr,
     TOP_GROUPS: tl.constexpr,
     BLOCK_P: tl.constexpr,
+    KEEP_ALL: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     if EARLY:
@@ -121,7 +122,10 @@ def lm_head_sample_kernel(
     block_mask = mask_b[None, :] & (offs_g >= 0)[:, None]
     if TRUNCATE:
         truncated = rows_truncated(truncation, offs_b, mask_b, vocab_size)
-        keep = flags_as_bits(truncated & ~greedy & mask_b, BLOCK_B)
+        keep = truncated & ~greedy & mask_b
+        if KEEP_ALL:
+            keep = mask_b
+        keep = flags_as_bits(keep, BLOCK_B)
         buffer_width = num_groups * rng.GROUP_SIZE
     found = find_edits(edits, given_edits, offs_b, mask_b)
     # Multiples of 16 to the compiler: a thread loads the edits of neighbouring ids together.
@@ -228,7 +232,8 @@ def lm_head_sample_kernel(
 
 def num_splits(head: LMHead, num_rows: int, tile: TileConfig) -> int:
     """P: how many programs share the vocabulary for each block of rows."""
-    row_blocks = cdiv(num_rows, tile.block_b)
+    # The splits of a row are a part of the order of its sums.
+    row_blocks = 1 if head.batch_invariant else cdiv(num_rows, tile.block_b)
     resident = resident_programs(head.weight.device, tile.ctas_per_sm)
     return max(1, min(resident // row_blocks, cdiv(head.vocab_size, tile.block_v)))
 
@@ -255,10 +260,18 @@ def lm_head_sample(
     ``vocab_start``) or infinite; the first maximum wins a greedy tie; a truncation changes a token only where it
     forbids it.
 
-    Raises ValueError for a tensor of another shape, dtype, layout or device, and for a truncation on a shard.
+    A batch-invariant head leaves the logits of all rows, edited, in ``workspace.last_buffer``; its logprobs are read
+    from these (``invariant.py``).
+
+    Raises ValueError for a tensor of another shape, dtype, layout or device, for a truncation on a shard, and for
+    logprobs of a batch-invariant head.
     """
     head.check(hidden)
     num_rows, spec = hidden.shape[0], head.spec
+    if spec.batch_invariant:
+        if return_logprob:
+            raise ValueError("return_logprob is True; expected False with a batch-invariant head")
+        params = params.of_every_kind()
     params.check("hidden", hidden, spec)
     if num_rows == 0:
         return SampleOutput.empty(0, hidden.device, return_logprob)
@@ -295,7 +308,7 @@ def lm_head_sample(
             shared.features.softcap,
             shared.features.given_edits,
         ),
-        {"D": hidden.shape[1], **shared.constants, "EARLY": early},
+        {"D": hidden.shape[1], **shared.constants, "KEEP_ALL": spec.batch_invariant, "EARLY": early},
         tile.num_warps,
         (hidden.device.index, head.variant, hidden.stride(0), hidden.data_ptr() % 16 == 0, *shared.variant),
         early=early,

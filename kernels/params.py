@@ -349,6 +349,15 @@ class BatchParams:
         truncation = None if self.truncation is None else changed(self.truncation)
         return dataclasses.replace(changed(self), truncation=truncation, edits=edits)
 
+    def of_every_kind(self) -> BatchParams:
+        """The same rows with a truncation and with edits, which change nothing where there were none: a batch then
+        launches the kernels that every other batch launches."""
+        truncation, edits = self.truncation, self.edits
+        if truncation is None:
+            ones = torch.ones_like(self.temperature)
+            truncation = Truncation(torch.zeros_like(ones, dtype=torch.int32), ones, torch.zeros_like(ones))
+        return dataclasses.replace(self, truncation=truncation, edits=LogitEdits() if edits is None else edits)
+
     @property
     def makes_logits(self) -> bool:
         """Whether an edit may make another number of a logit. A mask makes none: it forbids."""
@@ -434,6 +443,8 @@ class LogitsSpec:
         ids of all parts (default: the ids up to the last column).
     logit_scale, softcap: ``softcap * tanh(logit_scale * x / softcap)``, as far as set.
     logits_dtype: dtype that a logit is rounded to before anything else (default: the logits' own).
+    batch_invariant: the logits, token and logprobs of a row are the same, bit by bit, in every batch: all batches take
+        one tile and one set of kernels (``invariant.py``). Not for a part of a vocabulary.
 
     Raises ValueError for values out of these ranges, and ids beyond int32.
     """
@@ -445,12 +456,15 @@ class LogitsSpec:
     logits_dtype: torch.dtype | None = None
     shards: int = 1
     total_ids: int = 0
+    batch_invariant: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.vocab_size, numbers.Integral) or self.vocab_size < 1:
             raise ValueError(f"vocab_size is {self.vocab_size!r}; expected an integer, 1 or more")
         if self.shards < 1:
             raise ValueError(f"shards is {self.shards}; expected 1 or more")
+        if self.batch_invariant and self.shards > 1:
+            raise ValueError(f"shards is {self.shards}; expected 1, the whole vocabulary, with batch_invariant")
         if self.vocab_start and self.shards == 1:
             raise ValueError(f"vocab_start is {self.vocab_start} and shards is 1; expected 0 in a whole vocabulary")
         if self.vocab_start < 0 or self.vocab_start % GROUP_SIZE:
@@ -668,6 +682,10 @@ class LMHead:
         """The dtype that logits are rounded to."""
         assert self.spec.logits_dtype is not None
         return self.spec.logits_dtype
+
+    @property
+    def batch_invariant(self) -> bool:
+        return self.spec.batch_invariant
 
     @property
     def gemm_gives_logits(self) -> bool:

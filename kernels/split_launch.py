@@ -55,11 +55,13 @@ class SplitLaunch:
                 raise ValueError(
                     f"block_b is {config.block_b}; expected {MAX_TRUNCATED_ROWS_PER_TILE} or fewer with a truncation"
                 )
-            self._buffer = self.workspace.logits_buffer(num_rows, spec, rounding, edited=params.makes_logits)
+            self._buffer = self.workspace.logits_buffer(
+                num_rows, spec, rounding, edited=params.makes_logits or spec.batch_invariant
+            )
         elif config.one_launch:
             self._output = SampleOutput.empty(num_rows, device, return_logprob)
         splits = self.workspace.splits
-        self.features = params.operands(spec, splits.score, splits.group)
+        self.features = params.operands(spec, splits.score, splits.group, one_for_all=spec.batch_invariant)
         self.top_groups = num_top_groups(truncation is not None, config.block_v, max_splits)
         self.operands: tuple[Any, ...] = (
             self.features.truncation,

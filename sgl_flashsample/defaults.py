@@ -38,6 +38,8 @@ SHIPPED = Path(__file__).parent / "tables"
 FAMILIES = {8: "sm80", 9: "sm90", 10: "sm100", 11: "sm80", 12: "sm80"}
 LEAST_E4M3 = (8, 9)  # compute capability from which on kernels can read float8_e4m3fn
 INTERPRETED = "interpreted"
+# All batches of a batch-invariant head take the configuration of this one.
+INVARIANT_ROWS, INVARIANT_KIND = 64, BatchKind(edit=True)
 MEASURED, MEASURED_ON = ("sm90", 2), ("H100", "H200")  # family and bytes per weight element; GPUs
 MAX_INTERPRETED_SCREEN_ROWS = 32  # of a head with a screen: speed does not matter, and the path gets tested
 MAX_INTERPRETED_WEIGHTS = 2**23  # beyond, reading the head takes seconds; PyTorch's GEMM reads it in milliseconds
@@ -46,13 +48,15 @@ MAX_INTERPRETED_WEIGHTS = 2**23  # beyond, reading the head takes seconds; PyTor
 class HeadTraits(NamedTuple):
     """The properties of a head and its device that the built-in choices depend on. family: of the device, or
     ``INTERPRETED``. has_gemm: a GEMM rounds logits as the head requires, and is fast: it takes several times as long
-    where the number of logits in a row is no multiple of 8, and where the weight has to be converted first."""
+    where the number of logits in a row is no multiple of 8, and where the weight has to be converted first.
+    batch_invariant: every batch takes one configuration."""
 
     family: str
     itemsize: int  # bytes per weight element
     vocab_size: int
     hidden_size: int
     has_gemm: bool = True
+    batch_invariant: bool = False
 
     @classmethod
     def of(cls, head: LMHead) -> HeadTraits:
@@ -64,7 +68,7 @@ class HeadTraits(NamedTuple):
                 f"weight is {weight.dtype} on {weight.device}; expected a device of compute capability 8.9 or newer"
             )
         has_gemm = head.gemm_gives_logits and weight.shape[0] % 8 == 0 and head.scale is None
-        return cls(family, weight.element_size(), head.vocab_size, weight.shape[1], has_gemm)
+        return cls(family, weight.element_size(), head.vocab_size, weight.shape[1], has_gemm, head.batch_invariant)
 
     @classmethod
     def of_shape(cls, shape: HeadShape, family: str) -> HeadTraits:
@@ -132,6 +136,8 @@ def defaults_digest(family: str, itemsize: int) -> str:
 @functools.lru_cache(maxsize=1 << 14)
 def default_config(traits: HeadTraits, num_rows: int, kind: BatchKind) -> Config:
     """The built-in configuration of a batch of ``num_rows`` rows."""
+    if traits.batch_invariant:
+        return default_config_on(traits, SamplingPath.FUSED, num_rows, kind)
     if traits.family == INTERPRETED:
         path = SamplingPath.FUSED
         if kind.screen and num_rows <= MAX_INTERPRETED_SCREEN_ROWS:
@@ -148,6 +154,8 @@ def default_config(traits: HeadTraits, num_rows: int, kind: BatchKind) -> Config
 @functools.lru_cache(maxsize=4096)
 def default_config_on(traits: HeadTraits, path: SamplingPath, num_rows: int, kind: BatchKind) -> Config:
     """The built-in configuration of a batch of ``num_rows`` rows on this path."""
+    if traits.batch_invariant:
+        num_rows, kind = (GROUP_SIZE if traits.family == INTERPRETED else INVARIANT_ROWS), INVARIANT_KIND
     if traits.family == INTERPRETED:
         return _interpreted(traits, path, num_rows)
     return _serving_on(traits, path, num_rows, kind).configuration

@@ -178,6 +178,9 @@ class Head:
         check_params(params)
         lm_head, table = self.lm_head, self._table
         table.check(lm_head)
+        if lm_head.batch_invariant and return_logprob and path is None:  # with the scratch that is kept for logprobs
+            drawn, found = self.draw_with_logprobs(hidden, params, WantedLogprobs())
+            return drawn._replace(logprobs=found.of_tokens, log_mass=found.log_mass)
         num_rows, kind = hidden.shape[0], BatchKind.of(params)
         with paths.on_device_of(hidden):
             if path is not None:
@@ -277,6 +280,8 @@ class Head:
         """Make scratch for ``draw_with_logprobs`` of up to ``max_rows`` rows, where there is not enough: it then
         allocates its results alone, and the logits of truncated rows."""
         lm_head, held = self.lm_head, self._logprob_scratch
+        if lm_head.batch_invariant:  # ``grow`` has made it: such a head has one scratch for all draws
+            return
         if held is None or held.rows.max_rows < max_rows or held.rows.vocab_size != lm_head.vocab_size:
             device, table = lm_head.weight.device, reading_table(HeadTraits.of(lm_head))
             configs = {config for _, _, config in table.configs_up_to(max_rows)}
@@ -382,7 +387,7 @@ class Head:
             workspace.gemm(max_rows, lm_head.weight.shape[0], paths.gemm_dtype(lm_head))
         self.max_rows, self._searched = max_rows, workspace.searched
         self._parts = self._parts._replace(workspace=workspace)
-        if lm_head.shards > 1:
+        if lm_head.shards > 1 or lm_head.batch_invariant:  # both read logprobs in every step that has any
             readers = LogprobWorkspace(max_rows, lm_head.vocab_size, lm_head.weight.device)
             self._logprob_scratch = LogprobScratch(workspace, readers)
         if screen is not None and not screen.closed and (rows := self.table.screened_rows(max_rows)) > screen.max_rows:

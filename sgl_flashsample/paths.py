@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 
+from . import invariant
 from .cpu_path import draws_in_host_memory, sample_on_cpu
 from .defaults import HeadTraits, default_config_on, family_of_device, truncation_config
 from .dispatch import DispatchTable, default_table
@@ -79,6 +80,9 @@ def launch(
     """Draw one token per row as ``config`` says; in host memory there is one way (``cpu_path.py``). Raises ValueError
     for arguments that do not fit."""
     head, truncation_config, workspace, screen = parts
+    if head.batch_invariant:
+        assert isinstance(config, TileConfig)
+        return invariant.draw(hidden, params, config, parts, return_logprob=return_logprob)
     if draws_in_host_memory(hidden.device):
         logits = compute_logits(hidden, head, workspace or Workspace(1, hidden.device))
         return sample_on_cpu(logits, head.spec, params, return_logprob=return_logprob)
@@ -124,7 +128,9 @@ def reads_ids_from_head(config: Config, num_rows: int, head: LMHead, wanted: Wan
     ids = wanted.token_ids
     if wanted.top or ids is None or not wanted.are_of_draw or not isinstance(config, TileConfig):
         return False
-    if head.scale is not None:  # ``head_logprobs`` reads rows without their scale
+    if (
+        head.scale is not None or head.batch_invariant
+    ):  # ``head_logprobs`` reads rows without their scale, by other tiles
         return False
     lists = num_rows if ids.shape[0] == num_rows else cdiv(num_rows, MIN_RESCORED_ROWS)
     return lists * ids.shape[1] * HEAD_ROWS_PER_READ <= head.vocab_size
@@ -160,6 +166,8 @@ def launch_with_logprobs(
     ValueError for arguments that do not fit."""
     head, num_rows = parts.lm_head, max(1, hidden.shape[0])
     head.check(hidden)
+    if head.batch_invariant:
+        return invariant.draw_with_logprobs(hidden, params, parts, wanted, scratch)
     workspace, known = parts.workspace, wanted.are_of_draw
     if draws_in_host_memory(hidden.device):
         logits = compute_logits(hidden, head, workspace or Workspace(1, hidden.device))
@@ -212,6 +220,9 @@ def logprobs_in_chunks(
     wanted.check(num_rows, hidden)
     check_tensor("token_ids", token_ids, (num_rows,), torch.int64, hidden)
     found = Logprobs.empty(wanted, num_rows, hidden.device)
+    if head.batch_invariant:
+        invariant.read_prompt(hidden, token_ids, head, wanted, chunk_rows, found)
+        return found
     row_bytes = cdiv(head.weight.shape[0], GROUP_SIZE) * GROUP_SIZE * gemm_dtype(head).itemsize
     most = max(1, min(chunk_rows, MAX_CHUNK_BYTES // row_bytes))
     size = cdiv(num_rows, cdiv(num_rows, most)) if num_rows else 1  # chunks of one size, as near as it may be
@@ -275,6 +286,8 @@ def read_logits_with_logprobs(
 
 def unsupported_path(path: SamplingPath, head: LMHead) -> str | None:
     """Why ``path`` cannot serve ``head``; None where it can."""
+    if head.batch_invariant and path is not SamplingPath.FUSED:
+        return "a batch-invariant head takes the fused path alone"
     if path is SamplingPath.SCREENED:
         return unsupported_head(head)
     if path is not SamplingPath.FUSED and not head.gemm_gives_logits:
@@ -295,6 +308,8 @@ def compute_logits(
     """``hidden @ weight.T`` in ``out``, else in the workspace's buffer, padding of the head included; float32 where
     logits are to be rounded to another dtype than that of the hidden states."""
     head.check(hidden)
+    if head.batch_invariant:
+        raise ValueError("head is batch-invariant; expected one whose logits may come from a GEMM of the vendor")
     logits = out if out is not None else workspace.gemm(hidden.shape[0], head.weight.shape[0], gemm_dtype(head))
     hidden, weight = hidden.detach(), head.weight.detach()
     if is_compiling_only():

@@ -143,6 +143,8 @@ class UnwrittenScreen(Screen):
 
 def unsupported_head(head: LMHead) -> str | None:
     """Why the screened path cannot serve ``head``; None where it can."""
+    if head.batch_invariant:
+        return "it is batch-invariant, and the groups that a screen reads again take other tiles"
     if head.scale is not None:
         return f"its weight is {head.weight.dtype}, an INT8 copy is no smaller"
     if head.weight.shape[1] > MAX_HIDDEN:

@@ -23,6 +23,7 @@ from .defaults import HeadTraits
 from .dispatch import DispatchTable, reading_table
 from .files import first_line
 from .flashinfer_path import FlashInferError, draw_with_flashinfer
+from .invariant import tile_of
 from .kernels.config import ReadConfig, ScreenConfig
 from .kernels.gather_logprobs import head_logprobs
 from .kernels.gather_rows import LINE_WORDS, RowBuffers, StagedBatch, gather_rows, stage_rows, write_rows
@@ -58,6 +59,8 @@ CHECKED_ROWS = 4
 MAX_COMPILING_THREADS = 8
 COMPILED_TOP_LOGPROBS = WIDTHS[:2]  # more likeliest ids of a row, 33 to 128, are rare
 NARROW = 16  # hidden size of a head whose GEMM makes logits to read
+# Rows of the batches in which a row is tried; where kernels are interpreted, few.
+TRIED_ROWS, INTERPRETED_ROWS = (2, 17, 64, 65, 130), (2, 5)
 # Whenever tensor cores add so many terms to the accumulator, they truncate the sum to 24 bits of the largest term.
 _TERMS_AT_ONCE = 16
 _ACCUMULATOR_ERROR = 2.0**-23
@@ -238,6 +241,57 @@ def refuse_wrong(
                 table, unscreened = table.without_screen(), reason
             else:
                 return Checked(table, reason, tuple(refused), unscreened)
+
+
+def dependence_on_batch(head: LMHead) -> str | None:
+    """What of a row of a batch-invariant head depends on its batch here, or None. Draws one row alone, and at the
+    first, a middle and the last place of batches whose other rows have limits and edits, and compares bits. Allocates
+    and waits: at start."""
+    weight = head.weight
+    sizes = TRIED_ROWS if weight.is_cuda else INTERPRETED_ROWS
+    parts = Parts.of(head)
+    parts = parts._replace(workspace=Workspace(slots_for(tile_of(head), head, max(sizes)), weight.device))
+    row = _hidden(head, 1)[0]
+
+    def results(hidden: torch.Tensor, params: BatchParams, place: int) -> list[torch.Tensor]:
+        drawn, found = launch_with_logprobs(hidden, params, parts, WantedLogprobs())
+        assert parts.workspace is not None and parts.workspace.last_buffer is not None and found.log_mass is not None
+        values = drawn.token_ids, drawn.scores, found.of_tokens, found.log_mass, parts.workspace.last_buffer.logits
+        return [value[place].clone() for value in values]
+
+    for truncated in (True, False):
+        alone = results(row[None], _beside_others(head, 1, 0, truncated), 0)
+        for size in sizes:
+            others = _hidden(head, size)
+            for place in sorted({0, size // 2, size - 1}):
+                hidden = others.clone()
+                hidden[place] = row
+                beside = results(hidden, _beside_others(head, size, place, truncated), place)
+                if not all(map(_same_bits, alone, beside)):
+                    return f"a row's logits, token or logprobs depend on its batch of {size} rows here"
+    return None
+
+
+def _beside_others(head: LMHead, num_rows: int, place: int, truncated: bool) -> BatchParams:
+    """Rows of every kind, and at ``place`` one with temperature 1, no edits and a truncation or none."""
+    device = head.weight.device
+    number = torch.arange(num_rows, device=device)
+    mine, ones = number == place, torch.ones(num_rows, device=device)
+    plain = mine if not truncated else mine & ~mine
+    return BatchParams(
+        torch.where(mine, 1.0, (number % 3).float()),
+        torch.where(mine, 7, number * 7919),
+        torch.full_like(number, 7),
+        Truncation(torch.where(plain, 0, 5).int(), torch.where(plain, 1.0, 0.9 * ones), 0.0 * ones),
+        LogitEdits(
+            bias=ones.new_ones(num_rows, head.spec.edit_width),
+            rows=torch.where(mine, 0, int(Edit.BIAS)).int(),
+        ),
+    )
+
+
+def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
 
 
 def unsupported_by_flashinfer(head: LMHead) -> str | None:

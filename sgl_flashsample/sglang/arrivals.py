@@ -31,12 +31,13 @@ class Arrivals:
     the same order.
 
     rank: of replicas and of DP attention, which get different requests, and of n samples some each: their noise
-    differs."""
+    differs. default_seed: counts as given by every request that gives none; None: such requests have noise of their
+    own."""
 
     MAX_PROMPTS = 4096
 
-    def __init__(self, rank: int = 0) -> None:
-        self.rank = rank
+    def __init__(self, rank: int = 0, default_seed: int | None = None) -> None:
+        self.rank, self.default_seed = rank, default_seed
         self._numbers = itertools.count()
         self._next_samples: collections.OrderedDict[tuple, int] = collections.OrderedDict()
 
@@ -53,7 +54,7 @@ class Arrivals:
         """The noise seed of a request: the one that it gave, or one that no other request has. Its id is a name, which
         another request may have as well."""
         arrival: Arrival = getattr(request, _ATTRIBUTE, None) or self.of(request)
-        seed = given_seed(request.sampling_params)
+        seed = self._seed(request.sampling_params)
         if seed is None:
             block, place = divmod(arrival.number, _BLOCK)
             return _seeds_of(server_seed, self.rank, block)[place]
@@ -61,11 +62,15 @@ class Arrivals:
             return (seed + 2**63) % 2**64 - 2**63  # older SGLang lets any integer through
         return _hash_of(f"seed {seed}, sample {arrival.sample}")
 
+    def _seed(self, params: Any) -> int | None:
+        seed = given_seed(params)
+        return self.default_seed if seed is None else seed
+
     def _sample_of(self, request: Any) -> int:
         params = request.sampling_params
         count = getattr(params, "n", None) or 1
         # n <= 1: one answer. SGLang's extra request that warms the prefix cache has max_new_tokens 0.
-        if not count > 1 or given_seed(params) is None or getattr(params, "max_new_tokens", None) == 0:
+        if not count > 1 or self._seed(params) is None or getattr(params, "max_new_tokens", None) == 0:
             return 0
         prompt = hash(tuple(getattr(request, "origin_input_ids", None) or ()))
         # Tokenizer processes send at the same time; each of them sends the n samples of one request without a pause.

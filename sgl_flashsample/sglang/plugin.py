@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from .sampler import FlashSampler
 
 BACKEND = "flashsample"
+ON_POLICY = "on-policy RL logprobs, which it rounds to bfloat16: another order of a sum may round to another number"
 
 logger = logging.getLogger("sgl_flashsample")
 _runtime = None
@@ -31,6 +32,8 @@ def register() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     register_sampler_backend(BACKEND, make_sampler)
+    if (target := versions.deterministic_backend_target()) is not None:
+        HookRegistry.register(target, _keep_backend, HookType.AROUND)
     option = f"--sampling-backend={BACKEND}"
     if option in ("=".join(pair) for pair in itertools.pairwise(sys.argv)) or option in sys.argv:
         os.environ[REQUESTED_VARIABLE] = "1"  # the server's processes inherit it
@@ -55,6 +58,14 @@ def _leave_ray(kind, arguments) -> None:
     refuse_to_start(reason)
 
 
+def _keep_backend(choose, arguments):
+    """Around the choice of a sampling backend in deterministic mode: ours stays where it is asked for, but for
+    on-policy RL logprobs."""
+    if arguments.sampling_backend == BACKEND and arguments.rl_on_policy_target is None:
+        return {}
+    return choose(arguments)
+
+
 def _explain_replacement(sampler, *args, **kwargs) -> None:
     """After ``create_sampler``: SGLang replaces a custom backend in some modes; say so instead of being silent. Raises
     NotActiveError where the server must not start without it."""
@@ -67,7 +78,7 @@ def _explain_replacement(sampler, *args, **kwargs) -> None:
         from .settings import refuse_to_start
 
         execution = get_exec()
-        mode = " (deterministic inference)" if execution.deterministic.enable_deterministic_inference else ""
+        mode = f" ({ON_POLICY})" if execution.deterministic.rl_on_policy_target is not None else ""
         backend = execution.kernel.sampling_backend
         reason = f"SGLang uses the sampling backend {backend} instead of {BACKEND}{mode}"
         logger.warning("flashsample: not active: %s", reason)

@@ -18,7 +18,7 @@ from ..head import Head
 from ..kernels.rng import NOISE_ABI
 from ..paths import Parts
 from ..screen_race import Outcome, candidates, decide, raced_kinds, unsupported_race
-from ..selfcheck import MAX_COMPILED_ROWS, unsupported_by_flashinfer
+from ..selfcheck import MAX_COMPILED_ROWS, dependence_on_batch, unsupported_by_flashinfer
 from ..switches import (
     STEP_GRAPHS_VARIABLE,
     switch,
@@ -44,8 +44,13 @@ logger = logging.getLogger("sgl_flashsample")
 MAX_INTERPRETED_ROWS = 16  # on a CPU the kernels are checked for batches up to this size
 IDLE_READS = 4  # reads of device counters after the last step: one starts a copy, a later one sees it
 NATIVE_FEATURES = "custom logit processors, sampling masks and beam search"
+DETERMINISTIC = (
+    ", deterministic inference: one tile and one set of kernels for all batches, the same bits in all batches tried; "
+    "requests without a seed have 42, and the n answers of a request differ"
+)
 
 
+DETERMINISTIC_SEED = 42  # of a request without a seed, as in SGLang's deterministic mode
 NOT_RACED = "no screen was raced there"
 LATE_HEAD = "the model shows its LM head only at its first batch"
 LATE_ON_RANKS = f"{LATE_HEAD}, which is not supported with several ranks"
@@ -106,7 +111,8 @@ class Runtime:
         self.use_step_graphs = bool(switch(STEP_GRAPHS_VARIABLE))
         self.screen_mode = screen_mode()
         self.no_screen_reason = unsupported_screens(self.screen_mode)
-        self.arrivals = Arrivals(self.settings.replica)
+        deterministic = self.settings.deterministic
+        self.arrivals = Arrivals(self.settings.replica, DETERMINISTIC_SEED if deterministic else None)
         self._warned_of_request = False
         self._row_table: RowTable | None = None
         self._model_runner: Any = None
@@ -347,7 +353,7 @@ class Runtime:
             ranks = "" if state.exchange is None else f" of {state.exchange.num_ranks} ranks"
             logger.info(
                 "%s: fused sampling active, LM head %d x %d %s%s%s, random numbers of NOISE_ABI %d, kernels compiled "
-                "and checked against a reference in %.1f s; SGLang's own sampler is used for requests with %s",
+                "and checked against a reference in %.1f s%s; SGLang's own sampler is used for requests with %s",
                 self._about,
                 *weight.shape,
                 str(weight.dtype).removeprefix("torch."),
@@ -355,6 +361,7 @@ class Runtime:
                 ranks and f" on each{ranks}",
                 NOISE_ABI,
                 time.monotonic() - started,
+                DETERMINISTIC if lm_head.batch_invariant else "",
                 NATIVE_FEATURES,
             )
         config = getattr(getattr(model_runner, "model_config", None), "hf_config", None)
@@ -448,7 +455,8 @@ class Runtime:
             reason = support.unsupported_head(processor, lm_head)
             if reason is not None:
                 return reason
-            state = HeadState(processor, lm_head, exchange=Exchange.of_processor(processor))
+            exchange = Exchange.of_processor(processor)
+            state = HeadState(processor, lm_head, exchange=exchange, batch_invariant=self.settings.deterministic)
             reason = self._check(state, starting)
             if reason is not None:
                 return reason
@@ -500,6 +508,8 @@ class Runtime:
                 len(checked.refused),
                 "; ".join(checked.refused),
             )
+        if head.lm_head.batch_invariant and (reason := dependence_on_batch(head.lm_head)) is not None:
+            return reason
         head.table = _without_failing_flashinfer(head)
         resolved = dataclasses.replace(resolved, dispatch=head.table)
         resolved = compare_compiled(resolved, Parts.of(head.lm_head, head.screen, head.table), max_rows)

@@ -76,7 +76,7 @@ class FlashSampler(Sampler):
     def __init__(self, runtime: Runtime) -> None:
         super().__init__()
         self.runtime = runtime
-        self.native_backend = _native_backend()
+        self.native_backend = _native_backend(runtime.settings.deterministic)
 
     def forward(
         self,
@@ -374,8 +374,10 @@ class NativeRows:
         return spread
 
 
-def _native_backend() -> str:
+def _native_backend(deterministic: bool) -> str:
     """The sampling backend that SGLang would have chosen by itself. Its sampler knows its own names only."""
+    if deterministic:
+        return "pytorch"
     from sglang.srt.utils import is_flashinfer_available
 
     return "flashinfer" if is_flashinfer_available() else "pytorch"

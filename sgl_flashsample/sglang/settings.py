@@ -37,7 +37,7 @@ class Settings:
     under DP attention, which get different requests.
     last_stage: this process has the model's LM head; the other stages of a pipeline have none. metrics: ``/metrics`` is
     on. metric_labels: the labels that SGLang gives the metrics of this process. reports: this rank reports to
-    ``/metrics`` and to the log.
+    ``/metrics`` and to the log. deterministic: a row must not depend on its batch (``support.is_deterministic``).
     """
 
     unsupported: str | None = None
@@ -54,6 +54,7 @@ class Settings:
     metrics: bool = False
     metric_labels: dict[str, str] = dataclasses.field(default_factory=dict)
     reports: bool = True
+    deterministic: bool = False
 
     @classmethod
     def of_server(cls) -> Settings:
@@ -85,6 +86,7 @@ class Settings:
         self.reports = self.reports or bool(observability.enable_metrics_for_all_schedulers)
         self.unsupported = support.unsupported_server()
         self.shares_head = support.shares_head()
+        self.deterministic = support.is_deterministic()
         self.verifies = get_spec().speculative_algorithm is not None
         if self.report_path and self.verifies:
             self.report_path = False
@@ -104,6 +106,7 @@ class Settings:
             REQUIRE_VARIABLE: switch(REQUIRE_VARIABLE),
             "SGLANG_RETURN_ORIGINAL_LOGPROB": self.original_logprobs,
             "custom logit processors": self.custom_processors,
+            "deterministic inference": self.deterministic,
             "grammar masks of bools": self.bool_masks,
         }
 
@@ -140,6 +143,8 @@ def unsupported_screens(mode: ScreenMode) -> str | None:
     if mode is ScreenMode.OFF:
         return f"{SCREEN_VARIABLE} is off"
     try:
+        if support.is_deterministic():
+            return "what a screen reads depends on the batch"
         return support.unsupported_screens()
     except Exception as error:  # an SGLang whose configuration we cannot read
         return f"this server's configuration cannot be read ({error})"

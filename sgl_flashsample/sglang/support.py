@@ -50,8 +50,13 @@ def unsupported_server() -> str | None:
         ("elastic expert parallelism", is_elastic()),
         ("context parallelism", ranks > 1 and parallel.attn_cp_size > 1),
         ("a dump of tensors, which reads logits, with several ranks", ranks > 1 and (dump is not None or _dumps())),
-        ("deterministic inference", execution.deterministic.enable_deterministic_inference),
         ("on-policy RL logprobs", execution.deterministic.rl_on_policy_target is not None),
+        ("deterministic inference with several ranks", is_deterministic() and (ranks > 1 or parallel.pp_size > 1)),
+        ("deterministic inference with speculative decoding", is_deterministic() and speculates()),
+        (
+            "deterministic inference with grammar masks of bools (--grammar-backend outlines)",
+            is_deterministic() and getattr(execution.kernel, "grammar_backend", None) == "outlines",
+        ),
         ("diffusion LLM", execution.dllm.dllm_algorithm is not None),
         ("PD multiplexing", get_disagg().enable_pdmux),
         ("two-batch overlap", execution.overlap.enable_two_batch_overlap),
@@ -210,6 +215,19 @@ def draft_model_has_its_own_head() -> bool:
     return str(get_spec().speculative_algorithm).upper() == "STANDALONE"
 
 
+def is_deterministic() -> bool:
+    """A row must not depend on its batch (``--enable-deterministic-inference``)."""
+    from sglang.srt.runtime_context import get_exec
+
+    return bool(get_exec().deterministic.enable_deterministic_inference)
+
+
+def speculates() -> bool:
+    from sglang.srt.runtime_context import get_spec
+
+    return get_spec().speculative_algorithm is not None
+
+
 def is_elastic() -> bool:
     """Ranks may join this server while it runs."""
     from sglang.srt.runtime_context import get_exec
@@ -290,6 +308,11 @@ def unsupported_head(processor: Any, lm_head: Any) -> str | None:
     if getattr(lm_head, "use_intel_amx_backend", False):
         return "the LM head is packed for AMX"
     in_host_memory = draws_in_host_memory(weight.device)
+    if is_deterministic():
+        if in_host_memory:
+            return "deterministic inference on a CPU needs Triton's interpreter (TRITON_INTERPRET=1)"
+        if weight.dtype is quantised.E4M3:
+            return "deterministic inference with a quantised LM head is not supported yet"
     if weight.device.type == "cpu" and hidden_dtype is torch.bfloat16 and not in_host_memory:
         return "bfloat16 is wrong in Triton's interpreter"
     if processor.return_full_logits:

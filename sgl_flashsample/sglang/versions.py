@@ -95,6 +95,19 @@ PROMPT_TARGETS: dict[str, tuple[str, ...]] = {
 }
 
 
+# The functions that put SGLang's own sampling backend in the place of another one in deterministic mode: where its
+# callers find them, in newer releases and in 0.5.17.
+_DETERMINISTIC_BACKENDS = (
+    "sglang.srt.arg_groups.attention_hook._deterministic_sampling_backend",
+    "sglang.srt.arg_groups.overrides._deterministic_sampling_backend",
+)
+
+
+def deterministic_backend_target() -> str | None:
+    """The hook target that decides the sampling backend in deterministic mode; None where it is not found."""
+    return next((target for target in _DETERMINISTIC_BACKENDS if unsupported_target(target, ("view",)) is None), None)
+
+
 def sglang_version() -> str:
     """The installed SGLang's version, or "not installed"."""
     try:

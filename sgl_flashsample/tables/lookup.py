@@ -111,6 +111,8 @@ class ResolvedTable:
         if file is None:
             choices = f"built-in kernel settings{f' ({self.evidence})' if self.evidence else ''}"
             choices = f"{screen}; else {choices}" if screen else choices
+            if self.dispatch.traits.batch_invariant:
+                return f"no tuned table for {self.about}: it takes one built-in configuration"
             return f"no tuned table for {self.about}: {choices}, same tokens; `sgl-flashsample tune run` makes one"
         table = file.table
         confirmed = sum(len(sizes.rows) for sizes in table.confirmed.values())
@@ -415,6 +417,8 @@ def resolve(head: LMHead, *, file: str | os.PathLike[str] | None = None, device:
 
     Raises ValueError for a device without kernels.
     """
+    if head.batch_invariant:
+        return ResolvedTable(DispatchTable(HeadTraits.of(head)), None, "a batch-invariant head", ())
     shape = head_shape_of(head)
     if shape is None:
         return ResolvedTable(DispatchTable(HeadTraits.of(head)), None, "a head with logits in another dtype", ())

@@ -22,6 +22,7 @@ flashsample_cpu = lab.cpu_platform:activate
 flashsample_cpu_arguments = lab.cpu_platform:keep_sampling_backend
 flashsample_cpu_speculation = lab.cpu_platform:prepare_speculation
 flashsample_cpu_quantisation = lab.cpu_platform:support_quantised_heads
+flashsample_cpu_determinism = lab.cpu_platform:support_determinism
 """
 # Garbage collections take a fifth of a server's start at Python's thresholds, because SGLang imports so much.
 _FEWER_COLLECTIONS = "import gc\n\ngc.set_threshold(300_000, 10, 10)\n"
@@ -101,6 +102,20 @@ def support_quantised_heads() -> None:
     scheme = "sglang.srt.layers.quantization.compressed_tensors.schemes.compressed_tensors_w8a8_fp8"
     HookRegistry.register(f"{config}._check_scheme_supported", lambda *_, **named: True, HookType.REPLACE)
     HookRegistry.register(f"{scheme}.CompressedTensorsW8A8Fp8.apply_weights", apply, HookType.REPLACE)
+
+
+def support_determinism() -> None:
+    """Entry point: SGLang's deterministic mode knows the attention of GPUs alone, and replaces PyTorch's operators by
+    kernels for GPUs."""
+    if "--enable-deterministic-inference" not in sys.argv:
+        return
+    from sglang.srt import server_args
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    server_args.add_deterministic_attention_backend_choices(["torch_native"])
+    server_args.add_radix_supported_deterministic_attention_backend_choices(["torch_native"])
+    target = "sglang.srt.model_executor.model_runner.ModelRunner.maybe_enable_batch_invariant_mode"
+    HookRegistry.register(target, lambda runner: None, HookType.REPLACE)
 
 
 def support_dp_attention() -> None:

@@ -12,8 +12,11 @@ mean, max       absolute difference from the truth
 ratio_spread    standard deviation of exp(logprob - truth): of an importance ratio whose policies are equal
 below           least logprob, so that ``max`` can be judged
 
-The exit code is 1 where a logprob is above 0 or no number, or the mean error of ours is above 1e-6 with float32 logits,
-and above stock's by more than a tenth with others. With ``--dry-run`` kernels are interpreted: errors mean nothing.
+of_stock        in rows of ours, the mean divided by stock's
+
+The exit code is 1 where a logprob is above 0 or no number, or the mean error of ours is above stock's by more than a
+tenth. No mean of float32 logits is below 1e-6, ours or stock's: the float32 sums of a GEMM err by more. With
+``--dry-run`` kernels are interpreted: errors mean nothing.
 """
 
 from __future__ import annotations
@@ -33,7 +36,7 @@ ROWS, BATCHES = (8, 1) if DRY_RUN else (64, 64)
 TEMPERATURES = (0.3, 0.6, 1.0)
 TRUNCATIONS = {"none": (0, 1.0), "top_k 50, top_p 0.9": (50, 0.9)}
 DTYPES = {"bfloat16": None, "float32": torch.float32}  # of logits; None: that of the weight
-MOST_ERROR, MOST_OF_STOCK = 1e-6, 1.1
+MOST_OF_STOCK = 1.1
 
 
 @dataclasses.dataclass
@@ -102,8 +105,10 @@ def measured(weight: torch.Tensor, dtype: str) -> Iterator[dict[str, Any]]:
                     stock.add(stock_logprobs(hidden, head, temperature, drawn.token_ids), truth)
             cell = {"logits": dtype, "temperature": temperature, "truncation": kind, "D": HIDDEN, "V": VOCAB}
             for path, (ours, stock) in errors.items():
-                yield cell | {"path": path, "sampler": "ours"} | ours.row
-                yield cell | {"path": path, "sampler": "stock"} | stock.row
+                mine, theirs = ours.row, stock.row
+                of_stock = mine["mean"] / theirs["mean"] if theirs["mean"] else None
+                yield cell | {"path": path, "sampler": "ours", "of_stock": of_stock} | mine
+                yield cell | {"path": path, "sampler": "stock"} | theirs
 
 
 def wrong(rows: list[dict[str, Any]]) -> list[str]:
@@ -117,7 +122,7 @@ def wrong(rows: list[dict[str, Any]]) -> list[str]:
     for row in (row for row in rows if row["sampler"] == "ours"):
         if row["illegal"]:
             found.append(f"{cell(row)}: {row['illegal']} logprobs are above 0, or no number")
-        most = MOST_ERROR if row["logits"] == "float32" else MOST_OF_STOCK * stock[cell(row)]["mean"]
+        most = MOST_OF_STOCK * stock[cell(row)]["mean"]
         if row["mean"] > most:
             found.append(f"{cell(row)}: the mean error is {row['mean']:.3g}; expected {most:.3g} at most")
     return found

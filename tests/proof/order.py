@@ -9,13 +9,17 @@ of the fused pass that is a built-in choice or that a search tries first. Each r
 batches      how often the row was computed
 unequal      of these, how often its logits were not those that it has alone with this tile: must be 0
 order        a number that tiles share whose logits are equal bit for bit
+mass_order   a number that tiles share whose log-masses of that row are equal bit for bit
 instructions tensor-core instructions of the compiled kernel, without their shapes
 rounded      logits that differ, once rounded to bfloat16, from those of the first tile
 masses       log-masses of plain batches that are not those that the row has alone with this tile
 
 Rows of other GEMMs have no tile: PyTorch's, SGLang's for deterministic inference where SGLang is installed, and one
-that adds two halves of the hidden states, which must have another order, or nothing is proven. The exit code is 1
-where something is not as it must be. With ``--dry-run`` kernels are interpreted: NumPy adds, so orders mean nothing.
+that adds two halves of the hidden states, which must have another order, or nothing is proven. One more row,
+"batch-invariant", is of the head that takes one tile for all batches (``LMHead(batch_invariant=True)``): neither its
+logits nor its masses may depend on the batch. A tile that cannot run on the device is in ``env.not_run``. The exit code
+is 1 where something is not as it must be. With ``--dry-run`` kernels are interpreted: NumPy adds, so orders mean
+nothing.
 """
 
 from __future__ import annotations
@@ -28,7 +32,7 @@ from typing import Any
 import torch
 from programs import DEVICE, DRY_RUN, make_parser, new_env, reason_of, write_result
 
-from sgl_flashsample import BatchParams, LMHead, Truncation
+from sgl_flashsample import BatchParams, Head, LMHead, Truncation, invariant
 from sgl_flashsample.autotune.space import TILE_CLASSES, Limits, Space
 from sgl_flashsample.defaults import builtin_table, family_of_device
 from sgl_flashsample.kernels.config import TileConfig
@@ -109,6 +113,43 @@ class Fused:
         return sorted({"".join(found) for binary in binaries for found in TENSOR_CORES.findall(binary.asm["ptx"])})
 
 
+class Invariant(Fused):
+    """The same with the one tile of a batch-invariant head."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        head = LMHead(weight, logits_dtype=torch.float32, batch_invariant=True)
+        super().__init__(head, invariant.tile_of(head))
+        self.drawer = Head(head, max_rows=max(SIZES))
+
+    def mass(self, hidden: torch.Tensor) -> torch.Tensor:
+        drawn = self.drawer.draw(hidden, params(len(hidden), truncated=False), return_logprob=True)
+        assert drawn.log_mass is not None
+        return drawn.log_mass
+
+
+def measured(fused: Fused, row: torch.Tensor, known_masses: list[torch.Tensor]) -> dict[str, Any]:
+    """The counts of a tile; alone: the row's logits."""
+    alone, mass = fused.logits(row[None])[0].clone(), fused.mass(row[None])[0].clone()
+    logits = [same_bits(fused.logits(hidden)[place], alone) for hidden, place in batches(row)]
+    masses = [same_bits(fused.mass(hidden)[place], mass) for hidden, place in batches(row)]
+    return {
+        "batches": len(logits),
+        "unequal": logits.count(False),
+        "masses": masses.count(False),
+        "mass_order": place_among(known_masses, mass),
+        "instructions": fused.instructions(row[None]),
+        "alone": alone,
+    }
+
+
+def place_among(known: list[torch.Tensor], values: torch.Tensor) -> int:
+    """The place of the same values in ``known``; they are added where they are new."""
+    place = next((place for place, other in enumerate(known) if same_bits(values, other)), len(known))
+    if place == len(known):
+        known.append(values.clone())
+    return place
+
+
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.equal(one.contiguous().view(torch.int32), other.contiguous().view(torch.int32))
 
@@ -141,22 +182,27 @@ def rows_of(hidden_size: int, vocab: int, not_run: list[dict[str, str]]) -> Iter
     head = LMHead(weight, logits_dtype=torch.float32)
     row = torch.randn(hidden_size, device=DEVICE).bfloat16()
     known: list[torch.Tensor] = []
+    known_masses: list[torch.Tensor] = []
 
     def order_of(logits: torch.Tensor) -> dict[str, int]:
-        place = next((place for place, other in enumerate(known) if same_bits(logits, other)), len(known))
-        if place == len(known):
-            known.append(logits.clone())
-        return {"order": place, "rounded": int((logits.bfloat16() != known[0].bfloat16()).sum())}
+        return {
+            "order": place_among(known, logits),
+            "rounded": int((logits.bfloat16() != known[0].bfloat16()).sum()),
+        }
 
     cell = {"D": hidden_size, "V": vocab}
     for tile in tiles(hidden_size):
-        fused = Fused(head, tile)
-        alone, mass = fused.logits(row[None])[0].clone(), fused.mass(row[None])[0].clone()
-        logits = [same_bits(fused.logits(hidden)[place], alone) for hidden, place in batches(row)]
-        masses = [same_bits(fused.mass(hidden)[place], mass) for hidden, place in batches(row)]
-        counts = {"batches": len(logits), "unequal": logits.count(False), "masses": masses.count(False)}
-        words = {"tile": dataclasses.asdict(tile), "instructions": fused.instructions(row[None])}
+        words = {"tile": dataclasses.asdict(tile)}
+        try:
+            counts = measured(Fused(head, tile), row, known_masses)
+        except Exception as error:  # a search tries tiles that need more shared memory than the device has
+            not_run.append({"D": str(hidden_size), "tile": str(tile), "reason": reason_of(error)})
+            continue
+        alone = counts.pop("alone")
         yield cell | words | counts | order_of(alone)
+    counts = measured(Invariant(weight), row, known_masses)
+    alone = counts.pop("alone")
+    yield cell | {"gemm": "batch-invariant"} | counts | order_of(alone)
     for name, gemm in other_gemms(head).items():
         try:
             alone = gemm(row[None])[0].clone()
@@ -172,6 +218,11 @@ def wrong(rows: list[dict[str, Any]]) -> list[str]:
     tiles, others = [row for row in rows if "tile" in row], [row for row in rows if row.get("gemm") == "two halves"]
     found = [
         f"D {row['D']}: {row['unequal']} batches change logits of {row['tile']}" for row in tiles if row["unequal"]
+    ]
+    found += [
+        f"D {row['D']}: {row['unequal']} batches change logits, {row['masses']} masses of a batch-invariant head"
+        for row in rows
+        if row.get("gemm") == "batch-invariant" and (row["unequal"] or row["masses"])
     ]
     orders = {(row["D"], row["order"]) for row in tiles}
     found += [

@@ -233,6 +233,13 @@ def test_the_samples_of_a_request_without_a_seed_have_seeds_of_their_own():
     assert len({*seeds_of(arrivals, n=3), *seeds_of(arrivals, n=3)}) == 6
 
 
+def test_a_server_may_give_requests_without_a_seed_one_seed_as_if_it_were_given_and_samples_differ():
+    arrivals = Arrivals(default_seed=42)
+    assert seeds_of(arrivals, n=3) == seeds_of(Arrivals(), sampling_seed=42, n=3)
+    assert seeds_of(arrivals, n=1) == seeds_of(arrivals, n=1) == [42]
+    assert seeds_of(arrivals, sampling_seed=7, n=1) == [7]
+
+
 def test_a_request_without_a_seed_draws_with_the_same_noise_when_it_is_scheduled_again():
     arrivals, first, second = Arrivals(), request(), request()
     seeds = [arrivals.seed_of(each, 1) for each in (first, second, first)]

@@ -54,7 +54,7 @@ def test_an_engine_that_must_fuse_does_not_start_where_sglang_replaces_its_backe
     """On a CPU SGLang always does, unless our platform keeps it from that."""
     size = markov.SIZES["small" if CUDA else "tiny"]
     markov.write(tmp_path / "one", size, 0)
-    options = {"enable_deterministic_inference": True} if CUDA else {}
+    options = {"rl_on_policy_target": "fsdp"} if CUDA else {}
     done = run_engine(tmp_path, size, options, SGLANG_PLUGINS="flashsample")
     reason = "FLASHSAMPLE_REQUIRE is on and SGLang uses the sampling backend pytorch instead of flashsample"
     assert done.returncode != 0 and f"flashsample: the server does not start, because {reason}" in done.stderr

@@ -82,6 +82,7 @@ CHECKS = ("SGLANG_ENABLE_NAN_LOGITS_CHECK", "SGLANG_ENABLE_ASYNC_ASSERT", "SGLAN
 BACKEND, TWO_RANKS = "exec.graph.cuda_graph_config.decode.backend", {"parallel.tp_size": 2}
 REPLICAS = TWO_RANKS | {"parallel.attn_dp_size": 2}
 BESIDE = "beside DP attention without --enable-dp-lm-head"
+DETERMINISTIC = "exec.deterministic.enable_deterministic_inference"
 LORA, MODULES = "lora.enable_lora", "lora.lora_target_modules"
 
 
@@ -96,7 +97,17 @@ LORA, MODULES = "lora.enable_lora", "lora.lora_target_modules"
         (TWO_RANKS, None),
         ({"parallel.pp_size": 2}, None),
         ({"exec.moe.elastic_ep_backend": "mooncake"}, "elastic expert parallelism"),
-        ({"exec.deterministic.enable_deterministic_inference": True}, "deterministic inference"),
+        ({DETERMINISTIC: True}, None),
+        ({DETERMINISTIC: True} | TWO_RANKS, "deterministic inference with several ranks"),
+        ({DETERMINISTIC: True, "parallel.pp_size": 2}, "deterministic inference with several ranks"),
+        (
+            {DETERMINISTIC: True, "spec.speculative_algorithm": "NGRAM"},
+            "deterministic inference with speculative decoding",
+        ),
+        (
+            {DETERMINISTIC: True, "exec.kernel.grammar_backend": "outlines"},
+            "deterministic inference with grammar masks of bools (--grammar-backend outlines)",
+        ),
         ({"exec.deterministic.rl_on_policy_target": "fsdp"}, "on-policy RL logprobs"),
         ({"exec.dllm.dllm_algorithm": "LowConfidence"}, "diffusion LLM"),
         ({"disagg.enable_pdmux": True}, "PD multiplexing"),
@@ -1321,7 +1332,8 @@ def test_an_installed_plugin_adds_its_name_and_looks_for_a_replaced_backend_only
     by_ray = "--use-ray" in arguments
     assert (
         registry.registered
-        == ["sglang.srt.layers.sampler.create_sampler"] * looks
+        == ["sglang.srt.arg_groups.attention_hook._deterministic_sampling_backend"]
+        + ["sglang.srt.layers.sampler.create_sampler"] * looks
         + ["sglang.srt.server_args.ServerArgs.from_cli_args"] * by_ray
     )
     assert os.environ["FLASHSAMPLE_REQUESTED"] == ("1" if requested else "")
@@ -1367,6 +1379,17 @@ print("backend", arguments.sampling_backend)
     assert "backend None" in done.stdout and "Ray's actors load no plugins" in done.stderr, done.stderr
 
 
+@pytest.mark.parametrize(
+    "backend, target, keeps", [("flashsample", None, True), ("flashsample", "fsdp", False), ("pytorch", None, False)]
+)
+def test_deterministic_mode_keeps_our_backend_where_it_is_asked_for_and_leaves_on_policy_logprobs(
+    backend, target, keeps
+):
+    view = types.SimpleNamespace(sampling_backend=backend, rl_on_policy_target=target)
+    forced = {"sampling_backend": "pytorch"}
+    assert plugin._keep_backend(lambda view: forced, view) == ({} if keeps else forced)
+
+
 @pytest.mark.parametrize("must_fuse", [False, True])
 def test_a_backend_that_sglang_replaces_is_a_warning_and_ends_a_server_that_must_fuse(
     server_config, registry, pretend, monkeypatch, caplog, must_fuse
@@ -1376,8 +1399,11 @@ def test_a_backend_that_sglang_replaces_is_a_warning_and_ends_a_server_that_must
     pretend("sgl_flashsample.sglang.sampler", FlashSampler=FlashSampler)
     monkeypatch.setenv(REQUIRE_VARIABLE, "1" if must_fuse else "0")
     server_config.exec.kernel.sampling_backend = "pytorch"
-    server_config.exec.deterministic.enable_deterministic_inference = True
-    reason = "SGLang uses the sampling backend pytorch instead of flashsample (deterministic inference)"
+    server_config.exec.deterministic.rl_on_policy_target = "fsdp"
+    reason = (
+        "SGLang uses the sampling backend pytorch instead of flashsample (on-policy RL logprobs, which it rounds to "
+        "bfloat16: another order of a sum may round to another number)"
+    )
     with pytest.raises(NotActiveError) if must_fuse else contextlib.nullcontext():
         plugin._explain_replacement(object())
     assert caplog.records[0].message == f"flashsample: not active: {reason}"
