@@ -59,9 +59,10 @@ def _leave_ray(kind, arguments) -> None:
 
 
 def _keep_backend(choose, arguments):
-    """Around the choice of a sampling backend in deterministic mode: ours stays where it is asked for, but for
-    on-policy RL logprobs."""
-    if arguments.sampling_backend == BACKEND and arguments.rl_on_policy_target is None:
+    """Around the choice of a sampling backend in deterministic mode: ours stays where it is asked for and serves."""
+    from .support import keeps_backend
+
+    if arguments.sampling_backend == BACKEND and keeps_backend(arguments):
         return {}
     return choose(arguments)
 
@@ -78,7 +79,9 @@ def _explain_replacement(sampler, *args, **kwargs) -> None:
         from .settings import refuse_to_start
 
         execution = get_exec()
-        mode = f" ({ON_POLICY})" if execution.deterministic.rl_on_policy_target is not None else ""
+        mode = " (deterministic inference without FLASHSAMPLE_DETERMINISTIC=1)"
+        mode = mode if execution.deterministic.enable_deterministic_inference else ""
+        mode = f" ({ON_POLICY})" if execution.deterministic.rl_on_policy_target is not None else mode
         backend = execution.kernel.sampling_backend
         reason = f"SGLang uses the sampling backend {backend} instead of {BACKEND}{mode}"
         logger.warning("flashsample: not active: %s", reason)
