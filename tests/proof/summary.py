@@ -45,6 +45,7 @@ class Found(NamedTuple):
 
 
 Judge = Callable[[Data], Found]
+MOST_OF_STOCKS_ERROR = 1.1
 
 
 MET, MISSED, NOT_RUN = "met", "missed", "not run"
@@ -118,6 +119,17 @@ def logprob_values(data: Data) -> Found:
     found = by_path("logprobs", "wrong_values", "values", 1e6)(data)
     largest = max((row["max_error"] for row in rows), default=0.0)
     return Found(f"{found.words}; at most {largest:.1e}" if rows else "", found.missed)
+
+
+def logprob_errors(data: Data) -> Found:
+    """The mean error of logprobs, ours over stock's of the same tokens: the largest ratio, and that error."""
+    cells: dict[tuple[Any, ...], dict[str, float]] = {}
+    for row in data["rows"]:
+        cell = tuple(row[name] for name in ("logits", "temperature", "truncation", "path"))
+        cells.setdefault(cell, {})[row["sampler"]] = row["mean"]
+    ratio, (logits, *_), mean = max((of["ours"] / of["stock"], cell, of["ours"]) for cell, of in cells.items())
+    words = f"{ratio:.3f}, of {mean:.1e} with {logits} logits"
+    return Found(words, [] if ratio <= MOST_OF_STOCKS_ERROR else [f"{ratio - MOST_OF_STOCKS_ERROR:.3f}"])
 
 
 def same_tokens(name: str) -> Judge:
@@ -307,6 +319,12 @@ GOALS: dict[str, tuple[Goal, ...]] = {
             by_path("logprobs", "unequal", "rows", 1e6),
         ),
         Goal(
+            "mean error of logprobs, ours over stock's",
+            "at most 1.1",
+            "h200-logprob-error",
+            logprob_errors,
+        ),
+        Goal(
             "draws of known distributions: log of the most evidence against them, at any time",
             "below its limit, with the power to notice a total variation distance of 1e-3",
             "soak",
@@ -329,6 +347,12 @@ GOALS: dict[str, tuple[Goal, ...]] = {
     "The same token for the same logits, seed and position": (
         Goal("alone, in every batch, order and path", "0 differ", "determinism", same_tokens("rows")),
         Goal("with every shipped configuration", "0 differ", "determinism", same_tokens("tables")),
+        Goal(
+            "bits of a row's logits, in batches of 1 to 512",
+            "0 differ",
+            "h200-order",
+            none_wrong(lambda data: sums((row for row in data["rows"] if "tile" in row), "unequal", "batches"), 900),
+        ),
         Goal("merged from 1, 2, 4 and 8 ranks", "0 differ", "determinism", same_tokens("shards")),
         Goal("from CUDA graphs", "0 differ", "determinism", same_tokens("graphs")),
         Goal("on two GPUs as on one", "0 of 1e6 differ", "h200x2-ranks", tokens_of_ranks("differing", 1e6)),
