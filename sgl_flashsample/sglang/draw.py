@@ -245,7 +245,7 @@ def params_of(state: HeadState, kind: DrawKind, edits: LogitEdits | None, rows: 
     """The parameters of the first rows of the buffers."""
     return state.rows.params(
         rows,
-        truncated=kind.truncated or state.head.lm_head.batch_invariant,  # such a head draws every batch so
+        truncated=kind.truncated or state.batch_invariant,  # such a head draws every batch so
         max_top_k=kind.max_top_k,
         greedy=kind.all_greedy,
         edits=edits,

@@ -80,7 +80,7 @@ class HeadState:
     ) -> None:
         """capture: captures CUDA graphs; ``CudaCapture`` where None. batch_invariant: as in ``LogitsSpec``."""
         self.processor, self.lm_head, self.exchange = processor, lm_head, exchange
-        self._batch_invariant = batch_invariant
+        self.batch_invariant = batch_invariant
         self.use_step_graphs = self.copies_tokens = False
         self.spans_replicas = exchange is not None and support.spans_replicas(processor)
         self.path: SamplingPath | None = None
@@ -293,7 +293,7 @@ class HeadState:
             "logit_scale": processor.logit_scale,
             "softcap": getattr(processor, "final_logit_softcapping", None) or None,
             "logits_dtype": torch.float32 if keeps_fp32 else weight.dtype,
-            "batch_invariant": self._batch_invariant,
+            "batch_invariant": self.batch_invariant,
         }
         if weight.dtype is quantised.E4M3:
             weight, scale, hidden_dtype = quantised.read(self.lm_head)

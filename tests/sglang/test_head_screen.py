@@ -115,7 +115,9 @@ def free_memory(monkeypatch):
 def on_a_gpu(head: LMHead) -> types.SimpleNamespace:
     """The attributes of a head that decide whether it gets a screen."""
     weight = types.SimpleNamespace(device=torch.device("cuda:0"), shape=head.weight.shape, dtype=head.weight.dtype)
-    return types.SimpleNamespace(weight=weight, vocab_size=head.vocab_size, scale=None, logit_scale=None)
+    return types.SimpleNamespace(
+        weight=weight, vocab_size=head.vocab_size, scale=None, logit_scale=None, batch_invariant=False
+    )
 
 
 @pytest.mark.parametrize("mode, share", [(ScreenMode.AUTO, 0.05), (ScreenMode.ON, 0.5)])
