@@ -255,7 +255,8 @@ class ModelRun:
         if self.options.tp > 1:
             rows[-1]["bytes_per_row"] = self._bytes_per_row(SAMPLINGS[sampling], batch)
             received = f", {rows[-1]['bytes_per_row']:.0f} bytes per row and rank"
-        us, ratio = [row["tpot_us"] for row in rows], Ratio.paired(*(cell.samples[n][0] for n in (OURS, STOCK)), ALPHA)
+        us, (baseline, compared) = [row["tpot_us"] for row in rows], (cell.samples[label][0] for label in servers)
+        ratio = Ratio.paired(compared, baseline, ALPHA)
         print(
             f"{self.name} {sampling:12} B={batch:<3} {' -> '.join(servers)} {us[0]:7.0f} -> {us[1]:.0f} us, "
             f"{100 * ratio.off:+.1f} % ({100 * ratio.low:+.1f} to {100 * ratio.high:+.1f}), {cell.paths}, "
