@@ -128,9 +128,8 @@ def reads_ids_from_head(config: Config, num_rows: int, head: LMHead, wanted: Wan
     ids = wanted.token_ids
     if wanted.top or ids is None or not wanted.are_of_draw or not isinstance(config, TileConfig):
         return False
-    if (
-        head.scale is not None or head.batch_invariant
-    ):  # ``head_logprobs`` reads rows without their scale, by other tiles
+    # ``head_logprobs`` reads rows without their scale, and by other tiles than those of a batch-invariant head.
+    if head.scale is not None or head.batch_invariant:
         return False
     lists = num_rows if ids.shape[0] == num_rows else cdiv(num_rows, MIN_RESCORED_ROWS)
     return lists * ids.shape[1] * HEAD_ROWS_PER_READ <= head.vocab_size
