@@ -7,7 +7,7 @@ import dataclasses
 
 import pytest
 import torch
-from core_examples import ROWS, TILE, VOCAB, example, table_of
+from core_examples import ROWS, VOCAB, example
 from kernel_cases import DTYPES, KINDS, Case, make_case, pack_bits
 
 from sgl_flashsample import (
@@ -25,7 +25,7 @@ from sgl_flashsample.kernels.logit_summary import LOWEST_LOGPROB
 from sgl_flashsample.kernels.merge_ranks import merge_records, no_record, pack_record
 from sgl_flashsample.kernels.params import BatchParams, LogitEdits, SampleOutput
 from sgl_flashsample.kernels.reference import gather_logprobs_ref, top_logprobs_ref
-from sgl_flashsample.kinds import PLAIN
+from sgl_flashsample.kernels.workspace import Workspace
 from sgl_flashsample.logprobs import merge_parts
 from sgl_flashsample.tables import lookup
 
@@ -228,7 +228,7 @@ def test_ids_that_a_mask_forbids_follow_the_allowed_ones(place):
 
 def test_scratch_that_was_made_for_other_configurations_does_not_matter(place):
     case = example(place)
-    head = Head(case.head, max_rows=1, table=table_of(case.head, [PLAIN], {1: TILE, ROWS: TILE}))
+    head = Head(case.head, workspace=Workspace(1, place))
     drawn, found = head.draw_with_logprobs(case.hidden, case.params, WantedLogprobs(3))
     assert_reference(found, case.edited, drawn.token_ids, WantedLogprobs(3), case.params.temperature)
 

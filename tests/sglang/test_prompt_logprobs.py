@@ -398,9 +398,17 @@ def test_ranks_that_share_a_head_read_prompts_together(prompts, first_of_two):
     assert type(lazy) is LazyLogits and len(lazy) == 3
 
 
-def test_a_rank_that_fails_at_a_prompt_ends_instead_of_leaving_the_others_alone(prompts, first_of_two):
-    first_of_two.exchange.fails = True
-    with pytest.raises(RankError, match=r"sampling failed on rank 0 .*: OutOfMemoryError: no memory"):
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, AttributeError])
+def test_a_rank_that_fails_at_a_prompt_ends_instead_of_leaving_the_others_alone(
+    prompts, first_of_two, monkeypatch, error
+):
+    """The others have begun their exchange by then, whatever has failed."""
+
+    def fails(*arguments: object) -> None:
+        raise error("a fault")
+
+    monkeypatch.setattr(first_of_two, "logprobs_of_prompt", fails)
+    with pytest.raises(RankError, match=rf"sampling failed on rank 0 .*: {error.__name__}: a fault"):
         read(prompts, Prefill(first_of_two, [Part(4, 0)]))
 
 
