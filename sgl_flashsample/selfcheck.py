@@ -244,7 +244,7 @@ def refuse_wrong(
 
 
 def dependence_on_batch(head: LMHead) -> str | None:
-    """What of a row of a batch-invariant head depends on its batch here, or None. Draws one row alone, and at the
+    """The reason why a head is not batch-invariant on this device; None where it is. Draws one row alone, and at the
     first, a middle and the last place of batches whose other rows have limits and edits, and compares bits. Allocates
     and waits: at start."""
     weight = head.weight

@@ -61,7 +61,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     place = {name: number for number, name in enumerate(TOGETHER)}
 
     def order(item: pytest.Item) -> int:
-        """Those first; then other tests that take minutes, so that short ones fill the end."""
+        """Files of ``TOGETHER`` come first, then other tests that take minutes, so that short ones fill the end."""
         takes_minutes = "server" in item.keywords or item.path.name in MINUTES
         return place.get(item.path.name, len(place) + (not takes_minutes))
 
