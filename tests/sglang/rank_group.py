@@ -43,8 +43,8 @@ def join(rank: int, num_ranks: int, port: int, seconds: float) -> None:
 
 
 def fork(num_ranks: int, work: Callable[[int], Any], folder: Path) -> list[Any]:
-    """The result of ``work`` on each rank, as JSON keeps it. Ranks are forks of this process, with its imports. A rank that
-    fails ends the others."""
+    """The result of ``work`` on each rank, as JSON keeps it. Ranks are forks of this process, with its imports. A rank
+    that fails ends the others."""
     children, files = {}, [folder / f"{num_ranks}-{rank}.json" for rank in range(num_ranks)]
     for rank, file in enumerate(files):
         child = os.fork()
