@@ -228,7 +228,7 @@ def ask_once(process: WorkerProcess, request: dict[str, Any], seconds: float) ->
 def visible_gpu(index: int) -> str:
     """The name of the ``index``-th GPU that this process may use, for ``CUDA_VISIBLE_DEVICES``."""
     given = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
-    return given[index] if index < len(given) else str(index)
+    return given[index] if given else str(index)
 
 
 def measuring_process(log: Path, gpu: int = 0) -> WorkerProcess:
@@ -238,6 +238,10 @@ def measuring_process(log: Path, gpu: int = 0) -> WorkerProcess:
 
         if not torch.cuda.is_available():
             raise ValueError("this machine has no CUDA device; run and verify measure on one, other commands need none")
+        if gpu >= (there := torch.cuda.device_count()):
+            raise ValueError(
+                f"--gpus is {gpu + 1} or more; expected at most {there}, the GPUs that this process may use"
+            )
     return WorkerProcess(WORKERS.measuring, log, {"CUDA_VISIBLE_DEVICES": visible_gpu(gpu)})
 
 

@@ -51,9 +51,12 @@ class TrialLog:
         return [line for line in self.events if line.get("event") == event]
 
     def close(self) -> None:
-        if not self._file.closed:
-            self._file.flush()
-            os.fsync(self._file.fileno())
+        """Raises nothing: a disk that is full has been named where a line was added."""
+        with contextlib.suppress(OSError):
+            if not self._file.closed:
+                self._file.flush()
+                os.fsync(self._file.fileno())
+        with contextlib.suppress(OSError):  # it tries to write once more
             self._file.close()
 
 

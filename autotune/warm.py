@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import struct
 import time
@@ -27,6 +28,7 @@ from ..tables.lookup import resolve
 from ..tables.schema import Device, HeadShape
 from .workload import empty_head
 
+_KERNEL = re.compile("[A-Z2-7]{52}")  # a kernel's folder in Triton's cache: a SHA-256 in base 32
 _ELF = struct.Struct("<4s28xQQ6xHHHH")  # magic, then offset, size and number of program and of section headers
 
 
@@ -89,24 +91,27 @@ def warm(
 def remove_incomplete(cache: Path) -> int:
     """Remove the kernels from Triton's cache that a full disk or a killed process has left incomplete, which Triton
     would take as they are; returns how many."""
-    kernels = {file.parent for file in cache.glob("*/*") if not _is_whole(file)}
-    for kernel in kernels:
-        shutil.rmtree(kernel)
-    return len(kernels)
+    kernels = [folder for folder in cache.glob("*") if _KERNEL.fullmatch(folder.name) and folder.is_dir()]
+    incomplete = [kernel for kernel in kernels if not all(_is_whole(file) for file in kernel.glob("*"))]
+    for kernel in incomplete:
+        shutil.rmtree(kernel, ignore_errors=True)  # another process may do the same
+    return len(incomplete)
 
 
 def _is_whole(file: Path) -> bool:
     """True where a file of a kernel is complete, as far as its end shows: the headers of a cubin are at its end."""
-    if file.suffix == ".json":
-        try:
+    try:
+        if file.suffix == ".json":
             json.loads(file.read_text())
-        except ValueError:
-            return False
-    if file.suffix != ".cubin":
+        if file.suffix != ".cubin":
+            return True
+        with file.open("rb") as opened:
+            header = opened.read(_ELF.size)
+            size = os.fstat(opened.fileno()).st_size
+    except ValueError:
+        return False
+    except OSError:  # another process has removed it, or it is none of ours to read
         return True
-    with file.open("rb") as opened:
-        header = opened.read(_ELF.size)
-        size = os.fstat(opened.fileno()).st_size
     if len(header) < _ELF.size or not header.startswith(b"\x7fELF"):
         return False
     _, programs, sections, program_size, num_programs, section_size, num_sections = _ELF.unpack(header)

@@ -334,7 +334,7 @@ def bench(options: argparse.Namespace, arguments: list[str]) -> int:
             raise ValueError(f"{option} is no option of a measurement with --traffic; leave it out")
     if options.load is not None and not options.load > 0:
         raise ValueError(f"--load is {options.load:g}; expected requests per second, above 0")
-    for option in ("--host", "--port"):
+    for option in ("--host", "--port", "--nccl-port"):
         if any(argument.split("=")[0] == option for argument in arguments):
             raise ValueError(f"bench chooses {option} of its two servers itself; leave it out")
     for option, file in (("--json", options.json), ("--html", options.html)):
@@ -349,6 +349,8 @@ def bench(options: argparse.Namespace, arguments: list[str]) -> int:
     from .tools.samplings import OFFERED
     from .tools.server import ServerError
 
+    if options.sampling_backend == benchmark.OURS:
+        raise ValueError("--sampling-backend is of the stock server; expected one of SGLang's own, or leave it out")
     served = (*OFFERED, *([moving.MIX] * traffic))
     if unknown := sorted(set(names) - set(served)):
         known = ", ".join(served)

@@ -179,8 +179,7 @@ class Head:
         lm_head, table = self.lm_head, self._table
         table.check(lm_head)
         if lm_head.batch_invariant and return_logprob and path is None:  # with the scratch that is kept for logprobs
-            drawn, found = self.draw_with_logprobs(hidden, params, WantedLogprobs())
-            return drawn._replace(logprobs=found.of_tokens, log_mass=found.log_mass)
+            return self.draw_with_logprobs(hidden, params, WantedLogprobs())[0]
         num_rows, kind = hidden.shape[0], BatchKind.of(params)
         with paths.on_device_of(hidden):
             if path is not None:

@@ -53,8 +53,7 @@ def draw(
     """Draw one token per row. Raises ValueError for arguments that do not fit, and in host memory, where logits come
     from a GEMM."""
     if return_logprob:
-        drawn, found = draw_with_logprobs(hidden, params, parts, WantedLogprobs())
-        return drawn._replace(logprobs=found.of_tokens, log_mass=found.log_mass)
+        return draw_with_logprobs(hidden, params, parts, WantedLogprobs())[0]
     return _draw(hidden, params, tile, parts.lm_head, parts.workspace, parts.truncation_config)
 
 
@@ -75,7 +74,10 @@ def draw_with_logprobs(
         params = dataclasses.replace(params, temperature=wanted.temperature)
     elif wanted.original:
         params = dataclasses.replace(params, temperature=torch.ones_like(params.temperature))
-    return drawn, _read(workspace, head, params, drawn.token_ids, wanted, scratch)
+    found = _read(workspace, head, params, drawn.token_ids, wanted, scratch)
+    if wanted.are_of_draw:
+        drawn = drawn._replace(logprobs=found.of_tokens, log_mass=found.log_mass)
+    return drawn, found
 
 
 def read_prompt(

@@ -204,4 +204,6 @@ def _read_by_kernels(
     if log_mass is None:
         known = rows.complete(known, ranked=k > 0)
     top = top_logprobs(rows, k, counts=counts, summary=known) if k else None
-    return top, [gather_logprobs(rows, ids, summary=known, own_mass=own_mass) for ids in lists]
+    return top, [
+        gather_logprobs(rows, ids, summary=known, own_mass=own_mass if ids.shape[1] else None) for ids in lists
+    ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,8 @@ def head_of(
 ) -> HeadShape:
     """The head of ``model`` (a folder, a ``config.json``, or a hub's name), or its first shard for ``tp`` ranks.
     Explicit arguments take precedence over the config. Raises HeadError."""
-    text = _text_config(model) if model else {}
+    given = [name for name, value in (("vocab_size", vocab), ("hidden_size", hidden)) if value is not None]
+    text = _text_config(model, given) if model else {}
     vocab = text.get("vocab_size") if vocab is None else vocab
     hidden = text.get("hidden_size") if hidden is None else hidden
     if vocab is None or hidden is None:
@@ -81,8 +83,8 @@ def config_file(model: str) -> Path:
     )
 
 
-def _text_config(model: str) -> dict[str, Any]:
-    """The config's entries; of a multimodal model, those of its text model."""
+def _text_config(model: str, given: Collection[str]) -> dict[str, Any]:
+    """The config's entries; of a multimodal model, those of its text model. given: names that it need not have."""
     path = config_file(model)
     try:
         # Not ``files.parse_json``: configs of state-space models hold Infinity.
@@ -95,6 +97,6 @@ def _text_config(model: str) -> dict[str, Any]:
     if isinstance(inner := config.get("text_config"), dict):
         text |= {name: value for name, value in inner.items() if value is not None}
     for name in ("vocab_size", "hidden_size"):
-        if type(text.get(name)) is not int:
+        if name not in given and type(text.get(name)) is not int:
             raise HeadError(f"{path} has no integer {name}")
     return text

@@ -278,7 +278,7 @@ def read_logits_with_logprobs(
     scratch: LogprobWorkspace | None = None,
 ) -> tuple[SampleOutput, Logprobs]:
     """``read_logits``, and the logprobs that are wanted of the same logits."""
-    drawn = read_logits(logits, spec, params, workspace, return_logprob=not wanted.original)
+    drawn = read_logits(logits, spec, params, workspace, return_logprob=wanted.are_of_draw)
     with on_device_of(logits):
         return drawn, _read_beside(logits, spec, params, drawn, wanted, scratch)
 

@@ -26,9 +26,9 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from time import monotonic, perf_counter
 from typing import Any, NamedTuple
@@ -97,7 +97,7 @@ def tpot_us(server: Server, load: Load, batch: int, request: Sampling) -> float:
     """Microseconds per output token: the median of as many long answers, less a short one each, as take
     ``load.seconds`` where none is held up. Raises ServerError where short answers keep taking longer than long ones."""
     each: list[float] = []
-    while not each or len(each) * min(each) < load.seconds:
+    while not each or len(each) * statistics.median_low(each) < load.seconds:
         each.append(_decoding_seconds(server, load, batch, request))
     return statistics.median(each) / (load.long - load.short) * 1e6
 
@@ -117,16 +117,14 @@ def _decoding_seconds(server: Server, load: Load, batch: int, request: Sampling)
 
 def gaps_us(server: Server, load: Load, batch: int, request: Sampling) -> list[float]:
     """Microseconds between the tokens of one request of a batch, as they arrive."""
-    others: threading.Thread | None = None
-    if batch > 1:
-        others = threading.Thread(target=generate, args=(server, load, batch - 1, request, load.long))
-        others.start()
     times = []
     sampling_params = {**request.params, "max_new_tokens": load.long, "ignore_eos": True}
-    for _ in server.stream(input_ids=load.prompts(1)[0], sampling_params=sampling_params, **request.fields):
-        times.append(perf_counter())
-    if others is not None:
-        others.join()
+    with ThreadPoolExecutor(1) as pool:
+        others = pool.submit(generate, server, load, batch - 1, request, load.long) if batch > 1 else None
+        for _ in server.stream(input_ids=load.prompts(1)[0], sampling_params=sampling_params, **request.fields):
+            times.append(perf_counter())
+        if others is not None:
+            others.result()
     # Until all requests of the batch have been prefilled, a gap is not one of decoding.
     times = times[load.short :]
     return [(after - before) * 1e6 for before, after in itertools.pairwise(times)]
@@ -368,12 +366,12 @@ class Bench:
         self._progress.begin(f"starting {label}")
         began = monotonic()
         with self.server(label) as server:
-            for sampling in self._kinds:
-                self._progress.begin(f"{label}'s first requests of {sampling}")
+            for kind in self._kinds:
+                self._progress.begin(f"{label}'s first requests of {kind}")
                 try:  # compiles what the first such request compiles
-                    generate(server, self.options.load, 2, SAMPLINGS[sampling], 4)
+                    generate(server, self.options.load, 2, SAMPLINGS[kind], 4)
                 except RequestError as error:
-                    self._leave_out([place for place in self._places if place[0] == sampling], error)
+                    self._leave_out([place for place in self._places if kind in self._kinds_of(place[0])], error)
             self._say(f"{label} is ready after {monotonic() - began:.0f} s")
             if label == OURS:
                 check_active(server)
@@ -487,8 +485,12 @@ class Bench:
 
     @property
     def _kinds(self) -> list[str]:
-        """The samplings of the requests."""
-        return list(dict.fromkeys(sampling for sampling, _ in self._places))
+        """The kinds of all requests."""
+        return list(dict.fromkeys(kind for sampling, _ in self._places for kind in self._kinds_of(sampling)))
+
+    def _kinds_of(self, sampling: str) -> list[str]:
+        """The names in ``SAMPLINGS`` of the requests of a cell."""
+        return [sampling]
 
     @property
     def _places(self) -> list[tuple[str, int]]:

@@ -115,7 +115,7 @@ def check_sglang() -> Iterator[Finding]:
         advice = f"install a checkout or wheel of it: {sys.executable} -m pip install PATH"
         yield Finding(PROBLEM, "SGLang would not find the plugin", advice)
     allowed = os.environ.get("SGLANG_PLUGINS")
-    if allowed and "flashsample" not in allowed.split(","):
+    if allowed and "flashsample" not in map(str.strip, allowed.split(",")):
         yield Finding(PROBLEM, f"SGLANG_PLUGINS={allowed} leaves the plugin out", "add flashsample to it")
     try:
         reasons = [reason for reason in map(versions.unsupported_target, versions.HOOK_TARGETS) if reason]

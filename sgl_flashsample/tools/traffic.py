@@ -519,9 +519,8 @@ class TrafficBench(Bench):
         measure(servers, clients, plan, seconds, before=before, enough=lambda cell: cell.comparison.decided, step=step)
         self._show_decided()
 
-    @property
-    def _kinds(self) -> list[str]:
-        return list(dict.fromkeys(kind for sampling in self.options.samplings for kind in kinds_of(sampling)))
+    def _kinds_of(self, sampling: str) -> list[str]:
+        return kinds_of(sampling)
 
 
 def load_of(ids: range) -> Load:

@@ -22,7 +22,7 @@ from sgl_flashsample.autotune.gtest import g_test
 from sgl_flashsample.autotune.labels import contender, kernel_kind, key_of
 from sgl_flashsample.autotune.measuring import COMPILING_LATE, MeasuringWorker
 from sgl_flashsample.autotune.plan import EFFORTS, Plan
-from sgl_flashsample.autotune.pool import WORKERS, WorkerProcess, ask_once
+from sgl_flashsample.autotune.pool import WORKERS, WorkerProcess, ask_once, measuring_process
 from sgl_flashsample.autotune.timing import Timer, copies_needed, describe_machine, rotated
 from sgl_flashsample.autotune.workload import Workload, make_head, make_weight, weight_shape
 from sgl_flashsample.kernels.config import ReadConfig, ScreenConfig, TileConfig
@@ -451,6 +451,15 @@ def test_a_check_compiles_nothing_that_was_not_compiled_ahead(device, monkeypatc
     shape = HeadShape(**SHAPE)
     CorrectnessCheck(make_head(shape, make_weight(*weight_shape(shape), torch.bfloat16, device))).check(config, kernels)
     assert compiled == []
+
+
+def test_more_gpus_than_this_process_may_use_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
+    assert measuring_process(tmp_path / "log", 1).environment["CUDA_VISIBLE_DEVICES"] == "3"
+    with pytest.raises(ValueError, match="--gpus is 3 or more; expected at most 2"):
+        measuring_process(tmp_path / "log", 2)
 
 
 @pytest.mark.gpu

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import os
 import zlib
 from pathlib import Path
 
@@ -336,3 +337,14 @@ def test_a_search_recalls_a_log_and_leaves_out_what_it_cannot_use():
     assert search.tried == 2 and study.trials[DEFAULT].us == {1: 280.0, 16: 282.0}
     assert study.trials[other].reason == "registers" and list(context.rejected.values()) == ["registers"]
     assert hanging not in study.trials, "what may work now is tried again"
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_a_log_on_a_full_disk_is_closed_all_the_same(tmp_path):
+    log = TrialLog(tmp_path / "t.jsonl", {}, resume=False)
+    log._file.close()
+    log._file = open("/dev/full", "a")  # noqa: SIM115 - closed below
+    with pytest.raises(OSError):
+        log.add("trial")
+    log.close()
+    assert log._file.closed

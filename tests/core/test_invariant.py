@@ -101,6 +101,14 @@ def test_a_prompt_has_the_bits_of_the_logprobs_that_its_tokens_were_drawn_with(h
         assert bits(read.top.logprobs) == bits(found.top.logprobs)
 
 
+@pytest.mark.parametrize("original", [False, True])
+def test_a_draw_has_its_own_log_mass_beside_logprobs_at_its_temperatures_alone(head, hidden, device, original):
+    params = params_of("plain", head, device)
+    drawn, found = head.draw_with_logprobs(hidden, params, WantedLogprobs(3, original=original))
+    assert drawn.log_mass is (None if original else found.log_mass)
+    assert drawn.logprobs is (None if original else found.of_tokens)
+
+
 def test_a_row_of_a_prompt_does_not_depend_on_its_chunk(head, hidden, device):
     tokens = torch.arange(ROWS, device=device)
     whole = head.logprobs_of(hidden, tokens, WantedLogprobs(2))

@@ -134,7 +134,19 @@ def test_logprobs_may_have_other_temperatures_than_the_draw(place, kind):
     case = make_case(5, 515, place, kind)
     temperature = torch.tensor([0.5, 3.0, 0.0, 1.0, 0.7], device=place)  # 0: the row counts as one at 1
     for wanted in (WantedLogprobs(), WantedLogprobs(4, token_ids=some_ids(5, 9, 515, place))):
-        assert_drawn(case, wanted._replace(temperature=temperature))
+        asked = wanted._replace(temperature=temperature)
+        assert_drawn(case, asked)
+        drawn, _ = Head(case.head).draw_from_logits_with_logprobs(case.hidden @ case.head.weight.T, case.params, asked)
+        assert drawn.logprobs is drawn.log_mass is None, "those of the draw are at its own temperatures"
+
+
+@pytest.mark.parametrize("original", [False, True], ids=["at temperature", "original"])
+def test_an_empty_list_of_ids_has_no_logprobs(place, original):
+    case = make_case(3, 131, place)
+    wanted = WantedLogprobs(token_ids=torch.empty(3, 0, dtype=torch.int64, device=place), original=original)
+    assert_drawn(case, wanted)
+    tokens = case.params.seed % 131
+    assert Head(case.head).logprobs_of(case.hidden, tokens, wanted).of_ids.shape == (3, 0)
 
 
 def test_a_vocabulary_may_have_fewer_ids_than_are_wanted(place):

@@ -137,6 +137,27 @@ def test_a_sample_of_a_fast_server_is_the_median_of_many_answers_and_one_that_is
     assert us == pytest.approx(1000.0) and len(log) == 5, "answers of 4 tokens more than the short ones, 1 ms each"
 
 
+def test_a_short_answer_that_is_held_up_does_not_make_a_sample_longer(monkeypatch):
+    monkeypatch.setattr(bench, "perf_counter", CLOCK)
+
+    class HeldUp(FakeServer):
+        def generate(self, *, sampling_params, **fields):
+            first_short = sampling_params["max_new_tokens"] == LOAD.short and not self.log
+            CLOCK.now += first_short * 0.0039999  # all but the difference between the two answers
+            return super().generate(sampling_params=sampling_params, **fields)
+
+    log: list[str] = []
+    us = bench.tpot_us(HeldUp("ours", 0.001, log), LOAD._replace(seconds=0.0079), 2, bench.SAMPLINGS["greedy"])
+    assert us == pytest.approx(1000.0) and len(log) == 3
+
+
+def test_gaps_are_not_those_of_a_batch_whose_other_requests_failed(monkeypatch):
+    monkeypatch.setattr(bench, "perf_counter", CLOCK)
+    server = FakeServer("ours", 0.001, [], refuses=lambda params, batch: batch == 7)
+    with pytest.raises(RequestError, match="answered 400"):
+        bench.gaps_us(server, LOAD, 8, bench.SAMPLINGS["greedy"])
+
+
 def test_the_time_in_which_an_answer_is_read_as_json_is_not_the_servers(monkeypatch):
     def slowly(text):
         CLOCK.now += 3.0
@@ -560,6 +581,11 @@ def test_a_file_that_cannot_be_written_ends_no_measurement_and_is_tried_again(me
         (["--json", "/proc/b.json"], "--json is /proc/b.json, which cannot be written: No such file or directory"),
         (["--port", "30000"], "bench chooses --port of its two servers itself; leave it out"),
         (["--host=0.0.0.0"], "bench chooses --host of its two servers itself; leave it out"),
+        (["--nccl-port", "30001"], "bench chooses --nccl-port of its two servers itself; leave it out"),
+        (
+            ["--sampling-backend", "flashsample"],
+            "--sampling-backend is of the stock server; expected one of SGLang's own, or leave it out",
+        ),
         (
             [],
             "nowhere is neither a model's folder nor a config.json on this machine, nor a model that could be fetched "

@@ -215,6 +215,12 @@ def test_an_sglang_that_would_not_use_the_plugin_has_its_remedies(monkeypatch):
     assert all(problem.advice for problem in problems)
 
 
+@needs_sglang
+def test_names_of_plugins_may_have_spaces_around_them(monkeypatch):
+    monkeypatch.setenv("SGLANG_PLUGINS", "other, flashsample")
+    assert not [finding for finding in doctor.check_sglang() if "SGLANG_PLUGINS" in finding.what]
+
+
 # --- which SGLang
 
 

@@ -67,6 +67,15 @@ def test_a_hub_s_config_that_is_not_in_the_cache_is_downloaded(monkeypatch, conf
         head_of("Qwen/another")
 
 
+def test_a_config_need_not_have_what_is_given(config):
+    shape = HeadShape(vocab=50257, hidden=768, dtype="bf16")
+    assert head_of(config(hidden_size=768), vocab=50257) == shape
+    file = config(vocab_size=50257, n_embd=768)
+    assert head_of(file, hidden=768) == shape
+    with pytest.raises(HeadError, match="has no integer hidden_size"):
+        head_of(file, vocab=50257)
+
+
 def test_a_shard_is_cut_as_servers_cut_it(config):
     assert (shard_of(151936, 1), shard_of(151936, 2), shard_of(50257, 4)) == (151936, 75968, 12576)
     assert (shard_of(151936, 3), shard_of(128256, 6), shard_of(202048, 8)) == (50688, 21376, 25256)

@@ -23,7 +23,7 @@ from serving import CUDA, needs_sglang
 
 from sgl_flashsample.tools import bench, markov, progress
 from sgl_flashsample.tools.bench import OURS, STOCK
-from sgl_flashsample.tools.server import Server, ServerError
+from sgl_flashsample.tools.server import RequestError, Server, ServerError
 
 pytest.importorskip("aiohttp")
 
@@ -548,6 +548,22 @@ def test_cells_share_the_time_and_the_undecided_ones_get_what_is_left(tmp_path, 
     words = "--samplings t1 --traffic 64,4 --minutes 5"
     assert written["env"]["command"] == f"sgl-flashsample bench --model-path M {words}"
     assert "change of the tokens per second, %" in (tmp_path / "b.html").read_text()
+
+
+def test_a_kind_that_a_server_refuses_takes_the_mix_out_too(tmp_path, monkeypatch):
+    def generate(server, load, batch, request, tokens):
+        if request is SAMPLINGS["json"]:
+            raise RequestError("/generate answered 400: no grammar backend")
+
+    class Running:
+        __enter__, __exit__ = (lambda self: self), (lambda self, *error: None)
+
+    monkeypatch.setattr(bench, "generate", generate)
+    monkeypatch.setattr(bench.Bench, "server", lambda *_: Running())
+    options = bench.Options("M", (), ("trunc", "mix"), (64,), traffic.load_of(IDS), tmp_path)
+    comparison = traffic.TrafficBench(options)
+    with comparison.started(STOCK):
+        assert list(comparison.refused) == [("mix", 64)] and comparison._places == [("trunc", 64)]
 
 
 # --- the command ------------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ import re
 import struct
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from tuned_tables import CODE, make_table
@@ -153,12 +154,32 @@ ELF = struct.pack("<4s28xQQ6xHHHH", b"\x7fELF", 200, 64, 56, 1, 68, 2)  # its la
     ],
 )
 def test_a_kernel_is_removed_from_the_cache_where_a_file_of_it_is_incomplete(tmp_path, name, content, whole):
-    for folder in ("one", "other"):
-        (tmp_path / folder).mkdir()
-        (tmp_path / folder / "k.ttir").touch()
-    (tmp_path / "one" / name).write_bytes(content)
+    one, other = tmp_path / ("A" * 52), tmp_path / ("B" * 52)
+    for folder in (one, other):
+        folder.mkdir()
+        (folder / "k.ttir").touch()
+    (one / name).write_bytes(content)
     assert remove_incomplete(tmp_path) == (not whole)
-    assert (tmp_path / "one").exists() == whole and (tmp_path / "other").exists()
+    assert one.exists() == whole and other.exists()
+
+
+def test_a_folder_that_is_no_kernel_of_triton_stays_in_the_cache(tmp_path):
+    for folder in ("my-project", "A" * 51, "a" * 52):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "tsconfig.json").write_text("{} // not JSON")
+    (tmp_path / ("A" * 52)).touch()
+    assert remove_incomplete(tmp_path) == 0
+    assert len(list(tmp_path.glob("*/tsconfig.json"))) == 3
+
+
+def test_two_processes_may_remove_the_same_incomplete_kernels(tmp_path):
+    for number in range(200):
+        kernel = tmp_path / f"{number:04}".translate(str.maketrans("0189", "ABCD")).ljust(52, "A")
+        kernel.mkdir(exist_ok=True)
+        (kernel / "k.json").write_text("{")
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(remove_incomplete, [tmp_path, tmp_path]))
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_cache_that_cannot_be_written_is_named_in_one_line(warm, monkeypatch):
