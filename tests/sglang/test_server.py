@@ -284,10 +284,11 @@ def servers(folder, tuned):
     """Our server and a stock server, and on a GPU one of ours without CUDA graphs, started together; and the answers of
     the first two to ``COMPARED``, which are their first requests."""
     ours, truth = make_server(folder, SIZE, name="ours", arguments=ARGUMENTS, environment=tuned)
-    stock, _ = make_server(folder, SIZE, name="stock", backend=None, arguments=ARGUMENTS)
+    quiet = ["--sleep-on-idle"]  # else a server that waits keeps a core busy
+    stock, _ = make_server(folder, SIZE, name="stock", backend=None, arguments=ARGUMENTS + quiet)
     others = {}
     if CUDA:
-        others["eager"], _ = make_server(folder, SIZE, name="eager", arguments=["--disable-cuda-graph"])
+        others["eager"], _ = make_server(folder, SIZE, name="eager", arguments=["--disable-cuda-graph", *quiet])
     started = (ours, stock, *others.values())
     try:
         for server in started:  # at once: --max-total-tokens bounds what each takes of a GPU
