@@ -10,8 +10,15 @@ from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import pytest
+
+# Workers of pytest-xdist share the cores: in each, PyTorch would start a thread per core.
+if "PYTEST_XDIST_WORKER_COUNT" in os.environ:
+    cores = len(os.sched_getaffinity(0)) // int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores)))  # before `import torch`
+
 import torch
 
 gc.disable()  # until all is imported: to look for garbage among it, again and again, is a fifth of the time
@@ -38,11 +45,11 @@ if INTERPRETED and not UNPATCHED:
     interpreter.patch()
 
 
-# Files whose tests share what takes long to make (servers, ranks, checkpoints, kernels that Triton or Numba compiles):
+# Files whose tests share what takes long to make (servers, ranks, checkpoints, kernels that are compiled):
 # each file runs on one worker of pytest-xdist, but for the tests marked `alone`. Longest first.
 TOGETHER = ["test_server.py", "test_parity.py", "test_compile.py", "test_exchange.py", "test_cpu_path.py"]
 TOGETHER += ["test_compile_ahead.py", "test_quantised_server.py", "test_trained.py", "test_ranks.py", "test_package.py"]
-TOGETHER += ["test_benchmarks_tuning.py", "test_table_fuzz.py"]
+TOGETHER += ["test_benchmarks_tuning.py", "test_table_fuzz.py", "test_flashinfer_path.py"]
 MINUTES = {"test_unpatched.py", "test_warm.py"}  # files with tests that take as long as those that start servers
 
 
@@ -57,16 +64,33 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """``pytest -n 8`` alone keeps groups together, and starts tests in the order below."""
+    if hasattr(config, "workerinput"):
+        config.option.loadgroup = True  # a group is known by its mark in the names of its tests
+    elif getattr(config.option, "numprocesses", None) and config.option.dist == "no":
+        config.option.dist, config.option.loadscopereorder = "loadgroup", False
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     place = {name: number for number, name in enumerate(TOGETHER)}
+    on_gpu = torch.cuda.is_available()
 
-    def order(item: pytest.Item) -> int:
-        """Files of ``TOGETHER`` come first, then other tests that take minutes, so that short ones fill the end."""
+    def order(item: pytest.Item) -> tuple[int, int]:
+        """Files of ``TOGETHER`` come first, then other tests that take minutes, so that short ones fill the end.
+
+        Compiling takes most of the time on a GPU: what is made for it or slow compiles most. Tests of one file need
+        the same kernels, and each worker would compile them: neighbours are of different files."""
+        first = place.get(item.path.name)
+        if first is not None:
+            return first, 0
         takes_minutes = "server" in item.keywords or item.path.name in MINUTES
-        return place.get(item.path.name, len(place) + (not takes_minutes))
+        compiles = on_gpu and ("gpu" in item.keywords or "slow" in item.keywords)
+        mixed = crc32(item.nodeid.encode()) if on_gpu else 0
+        return len(place) + (0 if takes_minutes else 1 if compiles else 2), mixed
 
     items.sort(key=order)
-    on_gpu = torch.cuda.is_available()
     for item in items:
         if item.path.name in place and "alone" not in item.keywords:
             item.add_marker(pytest.mark.xdist_group(item.path.name))

@@ -42,6 +42,8 @@ SCREEN = ScreenConfig(16, 256, 64, 4, 1, ctas_per_sm=2, tma=False, flatten=False
 WIDE_TILE = TileConfig(128, 128, 32, 4, 1, tma=False, flatten=False, reduce_rows=128)
 WIDE_READER = ReadConfig(64, 256, 4, ctas_per_sm=1, reduce_rows=64)
 WIDE_SCREEN = ScreenConfig(128, 128, 32, 4, 1, tma=False, flatten=False, rescore_v=128, rescore_d=32)
+if torch.cuda.is_available():  # compiled, wide blocks take minutes
+    WIDE_TILE, WIDE_READER, WIDE_SCREEN = TILE, READER, SCREEN
 HEAD = {"vocab": 469, "hidden": 64, "dtype": "fp32", "tp": 1, "softcap": False}
 
 

@@ -61,7 +61,8 @@ def philox(words: torch.Tensor) -> torch.Tensor:
     """``[6, N]`` counter and key words -> ``[4, N]`` answers, from the kernel's own function."""
     n = words.shape[1]
     out = torch.empty(4, n, dtype=torch.int64, device=words.device)
-    _philox_kernel[(triton.cdiv(n, 65536),)](words.contiguous(), out, n, BLOCK=65536 if n > 1024 else 1024)
+    block = 1024 if words.is_cuda or n <= 1024 else 65536
+    _philox_kernel[(triton.cdiv(n, block),)](words.contiguous(), out, n, BLOCK=block)
     return out
 
 

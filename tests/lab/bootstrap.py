@@ -251,9 +251,7 @@ def run_tests(arguments, environment):
     workers = 1 if has_gpu() else min(MAX_TEST_WORKERS, cores)
     command = [str(VENV / "bin" / "pytest")]
     if workers > 1:
-        # Tests of one xdist_group share what takes long to make. Groups start in the order of tests/conftest.py.
-        command += ["-n", str(workers), "--dist", "loadgroup", "--no-loadscope-reorder"]
-        environment.setdefault("OMP_NUM_THREADS", str(cores // workers))
+        command += ["-n", str(workers)]
     return subprocess.call(command + arguments, env=environment, cwd=str(ROOT))
 
 

@@ -72,7 +72,7 @@ def main() -> int:
     if not options.keep:
         shutil.rmtree(DATA, ignore_errors=True)
     DATA.mkdir(parents=True, exist_ok=True)
-    workers = ("-n", str(min(4, len(os.sched_getaffinity(0)))), "--dist", "loadgroup", "--no-loadscope-reorder")
+    workers = ("-n", str(min(4, len(os.sched_getaffinity(0)))))
     failed = coverage("run", "-m", "pytest", "-q", *workers, "-m", "not server", *TESTS, *arguments)
     coverage("combine", "-q", "--append")
     coverage("json", "-q", "-o", str(DATA / "report.json"))

@@ -281,26 +281,29 @@ def tuned(folder) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def servers(folder, tuned):
-    """Our server and a stock server, started together, and their answers to ``COMPARED``, which are their first
-    requests."""
+    """Our server and a stock server, and on a GPU one of ours without CUDA graphs, started together; and the answers of
+    the first two to ``COMPARED``, which are their first requests."""
     ours, truth = make_server(folder, SIZE, name="ours", arguments=ARGUMENTS, environment=tuned)
-    stock, _ = make_server(folder, SIZE, name="stock", backend=None, arguments=ARGUMENTS)
+    quiet = ["--sleep-on-idle"]  # else a server that waits keeps a core busy
+    stock, _ = make_server(folder, SIZE, name="stock", backend=None, arguments=ARGUMENTS + quiet)
+    others = {}
+    if CUDA:
+        others["eager"], _ = make_server(folder, SIZE, name="eager", arguments=["--disable-cuda-graph", *quiet])
+    started = (ours, stock, *others.values())
     try:
-        for server in (ours, stock):
+        for server in started:  # at once: --max-total-tokens bounds what each takes of a GPU
             server.start()
-            if CUDA:  # at once, each would take the other's memory for its own
-                server.wait_until_ready()
         processor = disallow_tokens()
-        ours.wait_until_ready()
-        stock.wait_until_ready()
+        for server in started:
+            server.wait_until_ready()
         answers = {}
         for name, (params, fields, _) in COMPARED.items():
             if "custom_logit_processor" in fields:
                 fields = {"custom_logit_processor": processor}
             answers[name] = [ask_or_refused(server, params, fields) for server in (ours, stock)]
-        yield {"ours": ours, "stock": stock, "truth": truth, "answers": answers, "processor": processor}
+        yield {"ours": ours, "stock": stock, "truth": truth, "answers": answers, "processor": processor, **others}
     finally:
-        stop_all((ours, stock))
+        stop_all(started)
 
 
 @pytest.fixture
@@ -1018,15 +1021,15 @@ def test_a_screened_server_draws_the_same_tokens_and_follows_an_update_of_its_we
 
 
 @pytest.mark.skipif(not CUDA, reason="needs CUDA graphs")
-def test_graph_and_eager_servers_draw_the_same_tokens(folder, ours):
+def test_graph_and_eager_servers_draw_the_same_tokens(servers):
     params = [
         {"temperature": 0.5 + i / 20, "sampling_seed": i, "max_new_tokens": 20, "ignore_eos": True} for i in range(24)
     ]
     prompts = [[300 + i] for i in range(24)]
-    graph = [answer["output_ids"] for answer in ours.generate(input_ids=prompts, sampling_params=params)]
-    server, _ = make_server(folder, SIZE, name="eager", arguments=["--disable-cuda-graph"])
-    with server:
-        eager = [answer["output_ids"] for answer in server.generate(input_ids=prompts, sampling_params=params)]
+    graph, eager = (
+        [answer["output_ids"] for answer in servers[name].generate(input_ids=prompts, sampling_params=params)]
+        for name in ("ours", "eager")
+    )
     assert graph == eager
 
 
