@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 
@@ -130,9 +131,12 @@ class Head:
     def twin(self, max_rows: int = 0) -> Head:
         """The same head and table without a screen, with scratch of its own for up to ``max_rows`` rows; where that is
         0, with the scratch that this one has by now."""
-        kept = None if max_rows else self._parts.workspace
-        announces = self._announces_changes
-        return Head(self.lm_head, max_rows=max_rows, table=self._table, workspace=kept, announces_changes=announces)
+        twin = copy.copy(self)
+        twin._parts = self._parts._replace(lm_head=self.lm_head, screen=None)
+        twin.max_rows, twin._searched, twin._rows_scratch, twin._logprob_scratch = 0, None, None, None
+        if max_rows:
+            twin.grow(max_rows)
+        return twin
 
     @property
     def workspaces(self) -> list[Workspace]:

@@ -106,6 +106,8 @@ def launch(
         drawn, found = launch_with_logprobs(hidden, params, parts, WantedLogprobs())
         return drawn._replace(logprobs=found.of_tokens, log_mass=found.log_mass)
     if draws_in_host_memory(hidden.device):
+        if head.batch_invariant:
+            raise ValueError("hidden is in host memory; expected it on a GPU with a batch-invariant head")
         logits = compute_logits(hidden, head, workspace)
         return sample_on_cpu(logits, head.spec, params, return_logprob=return_logprob)
     if isinstance(config, ScreenConfig):
@@ -184,34 +186,21 @@ def launch_with_logprobs(
 ) -> tuple[SampleOutput, Logprobs]:
     """Draw one token per row from the logits of a GEMM, of a batch-invariant head from those of its tile, and read the
     logprobs that are wanted from them. Raises ValueError for arguments that do not fit."""
-    head, num_rows, known = parts.lm_head, max(1, hidden.shape[0]), wanted.are_of_draw
+    head, num_rows = parts.lm_head, max(1, hidden.shape[0])
     head.check(hidden)
-    if head.batch_invariant:
-        tile = invariant.tile_of(head)
-        parts = parts.with_scratch([tile], num_rows)
-        drawn = launch(tile, hidden, params, parts)
-        if not len(hidden):
-            return drawn, Logprobs.empty(wanted, 0, hidden.device)
-        rows = invariant.rows_left(parts, invariant.at_wanted_temperatures(params, wanted))
-        return drawn, read_logprobs(rows, drawn.token_ids, wanted)
-    if draws_in_host_memory(hidden.device):
-        logits = compute_logits(hidden, head, parts.workspace)
-        drawn = sample_on_cpu(logits, head.spec, params, return_logprob=known)
-    else:
-        config = default_config_on(HeadTraits.of(head), SamplingPath.LOGITS, num_rows, BatchKind.of(params))
-        assert isinstance(config, ReadConfig)
-        parts = parts.with_scratch([config], num_rows)
-        logits = compute_logits(hidden, head, parts.workspace)
-        drawn = sample_logits(
-            logits,
-            head.spec,
-            params,
-            config,
-            return_logprob=known,
-            workspace=parts.workspace,
-            truncation_config=parts.truncation_config,
-        )
-    return drawn, _read_beside(logits, head.spec, params, drawn, wanted, parts.readers)
+    path = SamplingPath.FUSED if head.batch_invariant else SamplingPath.LOGITS
+    config = default_config_on(HeadTraits.of(head), path, num_rows, BatchKind.of(params))
+    parts = parts.with_scratch([config], num_rows)
+    known = wanted.are_of_draw and not head.batch_invariant
+    drawn = launch(config, hidden, params, parts, return_logprob=known)
+    if not head.batch_invariant:
+        assert parts.workspace is not None
+        logits = parts.workspace.gemm(len(hidden), head.weight.shape[0], gemm_dtype(head))  # the launch has written it
+        return drawn, _read_beside(logits, head.spec, params, drawn, wanted, parts.readers)
+    if not len(hidden):
+        return drawn, Logprobs.empty(wanted, 0, hidden.device)
+    rows = invariant.rows_left(parts, invariant.at_wanted_temperatures(params, wanted))
+    return drawn, read_logprobs(rows, drawn.token_ids, wanted)
 
 
 def _read_beside(

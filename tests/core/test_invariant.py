@@ -144,10 +144,13 @@ def test_no_other_path_serves_it(head, hidden, device, path):
         head.draw(hidden, params_of("plain", head, device), path=path)
 
 
-def test_what_it_cannot_do_is_refused_with_the_reason(head, hidden):
+def test_what_it_cannot_do_is_refused_with_the_reason(head, hidden, device, monkeypatch):
     with pytest.raises(ValueError, match="expected one whose logits may come from a GEMM"):
         head.logits(hidden)
     with pytest.raises(ValueError, match="shards is 2; expected 1, the whole vocabulary, with batch_invariant"):
         LogitsSpec(16, shards=2, batch_invariant=True)
     with pytest.raises(ValueError, match="batch-invariant"):
         Screen(head.lm_head, 4)
+    monkeypatch.setattr(paths, "draws_in_host_memory", lambda device: True)
+    with pytest.raises(ValueError, match="hidden is in host memory; expected it on a GPU with a batch-invariant head"):
+        head.draw(hidden, params_of("plain", head, device))
