@@ -46,7 +46,7 @@ class CompilingWorker:
         self.device, self.processes, self.many_ids = device, processes, many_ids
         self._shape: HeadShape | None = None
         self._heads: list[LMHead] = []
-        self._screens: dict[int, Screen] = {}  # by vocabulary size
+        self._screened: dict[int, Parts] = {}  # by vocabulary size
         self._usage: dict[str, int] = {}
 
     @classmethod
@@ -70,8 +70,7 @@ class CompilingWorker:
         launches = []
         for choice in request["choices"]:
             config = config_of(choice["path"], choice["config"])
-            screen = self._screen_of(head) if isinstance(config, ScreenConfig) else None
-            launches.append((config, KIND_NAMES[choice["kind"]], Parts.of(head, screen)))
+            launches.append((config, KIND_NAMES[choice["kind"]], self._parts(config, head)))
         threads = min(MAX_COMPILING_THREADS, len(os.sched_getaffinity(0)))
         with ThreadPoolExecutor(threads) as pool, triton.AsyncCompileMode(pool, ignore_errors=True), compiling_only():
             for config, kind, parts in launches:
@@ -114,7 +113,7 @@ class CompilingWorker:
         head = dataclasses.replace(whole, weight=weight, scale=scale)
         shortened = first_ids(head, self.many_ids)
         self._heads = [head, shortened] if shortened.vocab_size != head.vocab_size else [head]
-        self._shape, self._screens = shape, {}
+        self._shape, self._screened = shape, {}
 
     def _compile(self, config: Config, kind: BatchKind) -> None:
         heads = self._heads if kind.truncate else self._heads[-1:]
@@ -122,18 +121,19 @@ class CompilingWorker:
             if isinstance(config, ScreenConfig):  # the check launches it as well, and must not wait for it
                 whole = self._heads[0]
                 beside = fused_beside(config, whole, kind)
-                launch_once(Parts.of(whole), beside, kernel_kind(kind, SamplingPath.FUSED))
+                launch_once(self._parts(beside, whole), beside, kernel_kind(kind, SamplingPath.FUSED))
             with triton.knobs.compilation.scope():
                 triton.knobs.compilation.listener = self._listen
                 for head in heads:
-                    screen = self._screen_of(head) if isinstance(config, ScreenConfig) else None
                     for each in checked_kinds(config, kind):
-                        launch_once(Parts.of(head, screen), config, each)
+                        launch_once(self._parts(config, head), config, each)
 
-    def _screen_of(self, head: LMHead) -> Screen:
-        if head.vocab_size not in self._screens:
-            self._screens[head.vocab_size] = UnwrittenScreen(head, 1)
-        return self._screens[head.vocab_size]
+    def _parts(self, config: Config, head: LMHead) -> Parts:
+        if not isinstance(config, ScreenConfig):
+            return Parts.of(head)
+        if head.vocab_size not in self._screened:
+            self._screened[head.vocab_size] = Parts.of(head, UnwrittenScreen(head, 1))
+        return self._screened[head.vocab_size]
 
     def _listen(self, *, src: Any, metadata: dict[str, Any], metadata_group: dict[str, str], **rest: Any) -> None:
         if metadata.get("name") not in _KERNELS:

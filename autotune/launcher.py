@@ -8,7 +8,7 @@ from ..kernels.config import ScreenConfig
 from ..kernels.params import BatchParams, LMHead, SampleOutput
 from ..kernels.workspace import Workspace
 from ..kinds import Config
-from ..paths import Parts, launch, launch_flashinfer, slots_for
+from ..paths import Parts, launch, launch_flashinfer
 from ..screen import Screen
 
 
@@ -24,10 +24,11 @@ class Launcher:
     def parts(self, config: Config | None, head: LMHead, rows: int) -> Parts:
         """The parts of launches in batches of ``rows`` rows. config: None for FlashInfer. Scratch that is too small is
         replaced for later parts, not in earlier ones."""
-        slots = slots_for(config, head, rows) if config is not None else 1
-        if slots > self._workspace.slots:
-            self._workspace = Workspace(slots, head.weight.device)
-        return Parts.of(head, self.screen(config, head), None, self._workspace)
+        parts = Parts.of(head, self.screen(config, head), self._workspace)
+        parts = parts.with_scratch([] if config is None else [config], rows)
+        assert parts.workspace is not None
+        self._workspace = parts.workspace
+        return parts
 
     def drop_screens(self) -> None:
         """Make new screens for later launches: one whose launch has failed may be left uncleared."""

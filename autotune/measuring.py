@@ -17,7 +17,6 @@ import triton
 
 from .. import __version__
 from ..kernels.params import LMHead
-from ..kernels.workspace import Workspace
 from ..kinds import KIND_NAMES, MAX_SCREENED_ROWS, PLAIN, BatchKind, Config, SamplingPath
 from ..paths import compute_logits
 from ..tables.fingerprint import machine_code
@@ -90,8 +89,9 @@ class MeasuringWorker:
         self._heads = [head, *(copy_of(head) for _ in range(copies_needed(head.weight) - 1))]
         self._check = CorrectnessCheck(head)
         self._shape = shape
-        hidden, workspace = self._workload(16).hidden, Workspace(1, self.device)
-        self.timer.warm_up(lambda step: compute_logits(hidden, head, workspace))
+        hidden = self._workload(16).hidden
+        logits = compute_logits(hidden, head)
+        self.timer.warm_up(lambda step: compute_logits(hidden, head, out=logits))
 
     def _trial(self, request: dict[str, Any]) -> dict[str, Any]:
         """Tokens first; then the median time of a few samples, per batch size."""

@@ -69,7 +69,7 @@ def warm(
     if screened and not resolved.knows_screens and unsupported_race(head) is None:
         table = candidates(table, raced_kinds(head))  # a server races them at its start
     rows = table.screened_rows(max_rows) if screened else 0
-    parts = [Parts.of(one, UnwrittenScreen(one, max(rows, CHECKED_ROWS)) if rows else None, table) for one in heads]
+    parts = [Parts.of(one, UnwrittenScreen(one, max(rows, CHECKED_ROWS)) if rows else None) for one in heads]
     counts = [0, 0]
 
     def listen(*, cache_hit: bool, **about: Any) -> None:

@@ -72,6 +72,7 @@ from sgl_flashsample import LMHead, SamplingPath, screen_race
 from sgl_flashsample.autotune import baselines
 from sgl_flashsample.autotune.timing import MAX_CALLS, Call, copies_needed
 from sgl_flashsample.autotune.workload import Workload
+from sgl_flashsample.paths import Parts
 from sgl_flashsample.screen import unsupported_head
 from sgl_flashsample.tables.lookup import resolve
 from sgl_flashsample.tools.samplings import SAMPLINGS
@@ -427,7 +428,7 @@ class Ours:
             print(f"no screen without a fresh table: {reason}", flush=True)
             return False
         if not DRY_RUN:
-            table, (outcome,) = race_at_start(head, trees[0].screen, trees[0].table)
+            table, (outcome,) = race_at_start(Parts.of(head, trees[0].screen), trees[0].table)
             decided = screen_race.decide(table, outcome)
             print(outcome.words(decided), flush=True)
             for tree in trees:  # the choices of batches without a screen stay

@@ -38,7 +38,7 @@ from sgl_flashsample import BatchParams, Head, LMHead, SampleOutput, SamplingPat
 from sgl_flashsample.autotune import baselines
 from sgl_flashsample.autotune.timing import Timer
 from sgl_flashsample.autotune.workload import Workload
-from sgl_flashsample.dispatch import DispatchTable, default_table
+from sgl_flashsample.dispatch import DispatchTable
 from sgl_flashsample.kernels.workspace import ScreenCounter
 from sgl_flashsample.kinds import KIND_NAMES, MAX_SCREENED_ROWS
 from sgl_flashsample.paths import Parts
@@ -242,13 +242,13 @@ class HostStopwatch:
 
 
 def race_at_start(
-    head: LMHead, screen: Screen, choices: DispatchTable, count: int = 1
+    parts: Parts, choices: DispatchTable, count: int = 1
 ) -> tuple[DispatchTable, list[screen_race.Outcome]]:
-    """The table of ``screen_race.candidates``, and the outcomes of so many races of the head's screen, as a server runs
-    one when it starts without a table that knows its screen. choices: those without one."""
-    table = screen_race.candidates(choices, screen_race.raced_kinds(head))
-    parts = Parts.of(head, screen, table)
-    compile_ahead([parts], screen.max_rows, table)
+    """The table of ``screen_race.candidates``, and the outcomes of so many races of the screen of ``parts``, as a
+    server runs one when it starts without a table that knows its screen. choices: those without one."""
+    assert parts.screen is not None
+    table = screen_race.candidates(choices, screen_race.raced_kinds(parts.lm_head))
+    compile_ahead([parts], parts.screen.max_rows, table)
     watch = HostStopwatch() if DRY_RUN else screen_race.GraphStopwatch(DEVICE, CudaCapture(DEVICE))
     return table, [screen_race.race(parts, table, watch) for _ in range(count)]
 
@@ -303,12 +303,10 @@ def decision(options: Any) -> dict[str, Any]:
     timer, heads = Timer(DEVICE), []
     for shape in UNTABLED[: 2 if options.fast else None]:
         head = LMHead(shape.weight(), softcap=shape.softcap)
-        screen = Screen(head, MAX_SCREENED_ROWS)
-        table, outcomes = race_at_start(head, screen, default_table(head), 2)
-        decided, rows = screen_race.decide(table, outcomes[0]), []
-        ready = Head(head, max_rows=MAX_SCREENED_ROWS, table=table, screen=screen)
-        builtin = Head(head, max_rows=MAX_SCREENED_ROWS, table=table)
-        ways = {"builtin": builtin.draw, "screened": functools.partial(ready.draw, path=SCREENED)}
+        ready = Head(head, max_rows=MAX_SCREENED_ROWS, screen=Screen(head, MAX_SCREENED_ROWS))
+        ready.table, outcomes = race_at_start(ready.parts, ready.table, 2)
+        decided, rows = screen_race.decide(ready.table, outcomes[0]), []
+        ways = {"builtin": ready.twin(MAX_SCREENED_ROWS).draw, "screened": functools.partial(ready.draw, path=SCREENED)}
         for heat in outcomes[0].heats:
             work = Workload(head, heat.rows)
             params = work.params(KIND_NAMES[heat.kind].screened)  # limits that a screen can serve

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
-from typing import NamedTuple
 
 import torch
 
@@ -15,21 +15,14 @@ from .dispatch import DispatchTable, default_table, reading_table
 from .flashinfer_path import FlashInferError, give_up, unsupported_batch
 from .kernels.config import ReadConfig
 from .kernels.params import BatchParams, LMHead, LogitsSpec, SampleOutput
-from .kernels.sample_logits import read_slots
 from .kernels.workspace import LogprobWorkspace, Workspace
 from .kinds import BatchKind, Config, SamplingPath
 from .logprobs import Logprobs, WantedLogprobs
+from .paths import LogprobScratch
 from .screen import Screen
 from .tables.lookup import resolve
 
 logger = logging.getLogger("sgl_flashsample")
-
-
-class LogprobScratch(NamedTuple):
-    """The scratch of draws with logprobs beside those of the tokens."""
-
-    draw: Workspace
-    rows: LogprobWorkspace
 
 
 class Head:
@@ -70,10 +63,9 @@ class Head:
         lm_head = lm_head if isinstance(lm_head, LMHead) else LMHead(lm_head)
         self._table = default_table(lm_head) if table is None else table
         self._table.check(lm_head)
-        self._parts = paths.Parts.of(lm_head, screen, self._table, workspace)
+        self._parts = paths.Parts(lm_head, self._table.truncation_config, workspace, screen)
         self.max_rows, self._searched, self._announces_changes = 0, searched, announces_changes
-        self._rows_workspace: Workspace | None = None
-        self._rows_logprobs: LogprobWorkspace | None = None
+        self._rows_scratch: LogprobScratch | None = None
         self._logprob_scratch: LogprobScratch | None = None
         if max_rows:
             self.grow(max_rows)
@@ -131,10 +123,26 @@ class Head:
             self._parts = self._parts._replace(screen=screen)
 
     @property
+    def parts(self) -> paths.Parts:
+        """The head and its screen, for launches of given configurations (``paths.launch``) with scratch of their
+        own."""
+        return self._parts._replace(lm_head=self.lm_head, workspace=None)
+
+    def twin(self, max_rows: int = 0) -> Head:
+        """The same head and table without a screen, with scratch of its own for up to ``max_rows`` rows; where that is
+        0, with the scratch that this one has by now."""
+        twin = copy.copy(self)
+        twin._parts = self._parts._replace(lm_head=self.lm_head, screen=None)
+        twin.max_rows, twin._searched, twin._rows_scratch, twin._logprob_scratch = 0, None, None, None
+        if max_rows:
+            twin.grow(max_rows)
+        return twin
+
+    @property
     def workspaces(self) -> list[Workspace]:
         """The scratch of all draws, but that of the screen."""
-        logprobs = None if self._logprob_scratch is None else self._logprob_scratch.draw
-        kept = (self._parts.workspace, self._rows_workspace, logprobs)
+        rows, logprobs = (None if one is None else one.draw for one in (self._rows_scratch, self._logprob_scratch))
+        kept = (self._parts.workspace, rows, logprobs)
         return list(dict.fromkeys(one for one in kept if one is not None))
 
     @property
@@ -152,8 +160,7 @@ class Head:
         """Device memory that the scratch and the screen take."""
         screen = self.screen
         scratch = sum(workspace.num_bytes for workspace in self.workspaces)
-        scratch += 0 if self._logprob_scratch is None else self._logprob_scratch.rows.num_bytes
-        scratch += 0 if self._rows_logprobs is None else self._rows_logprobs.num_bytes
+        scratch += sum(one.rows.num_bytes for one in (self._rows_scratch, self._logprob_scratch) if one is not None)
         return scratch + (0 if screen is None or screen.closed else screen.num_bytes)
 
     def draw(
@@ -214,9 +221,8 @@ class Head:
         if path is SamplingPath.FLASHINFER:
             return paths.launch_flashinfer(hidden, params, parts)
         config = self.table.lookup_on(path, num_rows, kind)
-        # Scratch is kept for the configurations of the table alone.
-        if parts.workspace is not None and parts.workspace.slots < paths.slots_for(config, lm_head, num_rows):
-            parts = parts._replace(workspace=None)
+        if parts.workspace is not None:  # it is kept for the configurations of the table alone
+            parts = parts.with_scratch([config], num_rows)
         return paths.launch(config, hidden, params, parts, return_logprob=return_logprob)
 
     def _unsupported_by_screen(self, num_rows: int, return_logprob: bool) -> str | None:
@@ -269,11 +275,10 @@ class Head:
             in_host_memory = draws_in_host_memory(hidden.device)
             if path is None and not in_host_memory and paths.reads_ids_from_head(config, num_rows, lm_head, wanted):
                 return paths.launch_with_ids(config, hidden, params, self._parts_for(num_rows), wanted)
-            scratch = self._logprob_scratch
-            if scratch is None or scratch.rows.max_rows < len(hidden):
-                return paths.launch_with_logprobs(hidden, params, self._parts_for(num_rows), wanted)
-            parts = self._parts._replace(workspace=scratch.draw)
-            return paths.launch_with_logprobs(hidden, params, parts, wanted, scratch.rows)
+            parts, scratch = self._parts_for(num_rows), self._logprob_scratch
+            if scratch is not None and num_rows <= scratch.rows.max_rows:
+                parts = parts._replace(workspace=scratch.draw, readers=scratch.rows)
+            return paths.launch_with_logprobs(hidden, params, parts, wanted)
 
     def reserve_logprobs(self, max_rows: int) -> None:
         """Make scratch for ``draw_with_logprobs`` of up to ``max_rows`` rows, where there is not enough: it then
@@ -282,12 +287,9 @@ class Head:
         if lm_head.batch_invariant:  # ``grow`` has made it: such a head has one scratch for all draws
             return
         if held is None or held.rows.max_rows < max_rows or held.rows.vocab_size != lm_head.vocab_size:
-            device, table = lm_head.weight.device, reading_table(HeadTraits.of(lm_head))
-            configs = {config for _, _, config in table.configs_up_to(max_rows)}
-            slots = max(paths.slots_for(config, lm_head, max_rows) for config in configs)
-            draw = Workspace(slots, device, self._searched)
-            draw.gemm(max_rows, lm_head.weight.shape[0], paths.gemm_dtype(lm_head))
-            self._logprob_scratch = LogprobScratch(draw, LogprobWorkspace(max_rows, lm_head.vocab_size, device))
+            scratch = LogprobScratch.for_rows(max_rows, HeadTraits.of(lm_head), lm_head.weight.device, self._searched)
+            scratch.draw.gemm(max_rows, lm_head.weight.shape[0], paths.gemm_dtype(lm_head))
+            self._logprob_scratch = scratch
 
     def logprobs_of(
         self,
@@ -308,12 +310,12 @@ class Head:
         Never synchronises. Raises ValueError for a tensor of another shape, dtype, layout or device.
         """
         check_rows("hidden", hidden)
-        lm_head = self.lm_head
-        self._table.check(lm_head)
+        parts = self.parts
+        self._table.check(parts.lm_head)
         if chunk_rows < 1:
             raise ValueError(f"chunk_rows is {chunk_rows}; expected 1 or more")
         with paths.on_device_of(hidden):
-            return paths.logprobs_in_chunks(hidden, token_ids, lm_head, wanted, chunk_rows)
+            return paths.logprobs_in_chunks(hidden, token_ids, parts, wanted, chunk_rows)
 
     def draw_from_logits(
         self,
@@ -330,12 +332,16 @@ class Head:
         """
         check_rows("logits", logits)
         check_params(params)
-        spec, workspace = self._spec_of_rows(vocab_size), self._workspace_of_rows(len(logits))
+        spec = self._spec_of_rows(vocab_size)
+        scratch = self._scratch_of_rows(len(logits), spec)
+        workspace = None if scratch is None else scratch.draw
         return paths.read_logits(logits, spec, params, workspace, return_logprob=return_logprob)
 
-    def _workspace_of_rows(self, num_rows: int) -> Workspace | None:
-        kept = self._rows_logprobs
-        return self._rows_workspace if kept is not None and num_rows <= kept.max_rows else None
+    def _scratch_of_rows(self, num_rows: int, spec: LogitsSpec) -> LogprobScratch | None:
+        kept = self._rows_scratch
+        if kept is None or num_rows > kept.rows.max_rows or kept.rows.vocab_size != spec.vocab_size:
+            return None
+        return kept
 
     def draw_from_logits_with_logprobs(
         self, logits: torch.Tensor, params: BatchParams, wanted: WantedLogprobs, *, vocab_size: int | None = None
@@ -344,11 +350,9 @@ class Head:
         check_rows("logits", logits)
         check_params(params)
         wanted.check(logits.shape[0], logits)
-        spec, scratch = self._spec_of_rows(vocab_size), self._rows_logprobs
-        if scratch is not None and (scratch.max_rows < logits.shape[0] or scratch.vocab_size != spec.vocab_size):
-            scratch = None
-        workspace = self._workspace_of_rows(len(logits))
-        return paths.read_logits_with_logprobs(logits, spec, params, workspace, wanted, scratch)
+        spec = self._spec_of_rows(vocab_size)
+        scratch = self._scratch_of_rows(len(logits), spec)
+        return paths.read_logits_with_logprobs(logits, spec, params, wanted, scratch)
 
     def _spec_of_rows(self, vocab_size: int | None) -> LogitsSpec:
         lm_head = self._parts.lm_head
@@ -359,8 +363,7 @@ class Head:
         """``hidden @ weight.T``, ``[B, V]``, padding included, before scale, softcap and edits: in ``out``, else in
         scratch that the next draw may write to. float32 where logits are rounded to another dtype than that of the
         hidden states. A quantised weight is converted a part at a time, in memory of its own."""
-        workspace = self._parts_for(len(hidden)).workspace or Workspace(1, hidden.device)
-        return paths.compute_logits(hidden, self.lm_head, workspace, out=out)
+        return paths.compute_logits(hidden, self.lm_head, self._parts_for(len(hidden)).workspace, out=out)
 
     def check(self, max_rows: int, *, bool_masks: bool = False) -> selfcheck.Checked:
         """Compare each configuration that batches of up to ``max_rows`` rows take with a reference, and take out what
@@ -403,12 +406,8 @@ class Head:
         """Make scratch for ``draw_from_logits`` of up to ``max_rows`` rows of a vocabulary of ``vocab_size`` ids, with
         any logprobs."""
         lm_head = self.lm_head
-        device = lm_head.weight.device
         traits = HeadTraits.of(lm_head)._replace(vocab_size=vocab_size, itemsize=lm_head.rounding.itemsize)
-        configs = {config for _, _, config in reading_table(traits).configs_up_to(max_rows)}
-        slots = [read_slots(vocab_size, max_rows, c, device) for c in configs if isinstance(c, ReadConfig)]
-        self._rows_workspace = Workspace(max(slots), device, self._searched)
-        self._rows_logprobs = LogprobWorkspace(max_rows, vocab_size, device)
+        self._rows_scratch = LogprobScratch.for_rows(max_rows, traits, lm_head.weight.device, self._searched)
 
     def replace(self, lm_head: LMHead) -> None:
         """Draw from another head from now on. One of another shape takes the built-in choices, and scratch of its

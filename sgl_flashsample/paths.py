@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -16,7 +17,7 @@ import torch
 from . import invariant
 from .cpu_path import draws_in_host_memory, sample_on_cpu
 from .defaults import HeadTraits, default_config_on, family_of_device, truncation_config
-from .dispatch import DispatchTable, default_table
+from .dispatch import default_table, reading_table
 from .flashinfer_path import draw_with_flashinfer
 from .kernels.config import (
     DEFAULT_TRUNCATION,
@@ -30,7 +31,7 @@ from .kernels.config import (
 )
 from .kernels.gather_logprobs import head_logprobs
 from .kernels.launch import is_compiling_only
-from .kernels.lm_head_sample import lm_head_sample, workspace_slots
+from .kernels.lm_head_sample import lm_head_sample, num_splits, workspace_slots
 from .kernels.logit_summary import LogitRows
 from .kernels.params import BatchParams, LMHead, LogitsSpec, SampleOutput, check_tensor
 from .kernels.sample_logits import read_slots, sample_logits
@@ -41,7 +42,7 @@ from .logprobs import Logprobs, WantedLogprobs, read_logprobs
 from .screen import Screen, unsupported_head
 
 MAX_CHUNK_ROWS = 1024  # of a prompt, whose logits are in memory at a time
-MAX_CHUNK_BYTES = 384_000_000  # of these logits
+MAX_CHUNK_BYTES = 384_000_000  # of these logits, and of the scratch that a batch-invariant head takes beside them
 # Given ids are read from the head where they are at most one of so many of its rows: 3 % of a fused pass's bytes.
 HEAD_ROWS_PER_READ = 32
 CONVERTED_WEIGHTS = 2**25  # of a quantised head, in memory as hidden_dtype at a time
@@ -49,24 +50,45 @@ CONVERTED_WEIGHTS = 2**25  # of a quantised head, in memory as hidden_dtype at a
 
 class Parts(NamedTuple):
     """A launch takes these beside a batch. truncation_config: how truncated rows are drawn. workspace: scratch to
-    reuse; None to allocate it in each launch. screen: of ``lm_head``, for a ``ScreenConfig``."""
+    reuse; None to allocate it in each launch. screen: of ``lm_head``, for a ``ScreenConfig``. readers: scratch to reuse
+    for logprobs beside those of the tokens; None to allocate it in each launch."""
 
     lm_head: LMHead
     truncation_config: TruncationConfig = DEFAULT_TRUNCATION
     workspace: Workspace | None = None
     screen: Screen | None = None
+    readers: LogprobWorkspace | None = None
 
     @classmethod
-    def of(
-        cls,
-        lm_head: LMHead,
-        screen: Screen | None = None,
-        table: DispatchTable | None = None,
-        workspace: Workspace | None = None,
-    ) -> Parts:
-        """With the truncation of ``table``; of the built-in choices when None."""
-        table = default_table(lm_head) if table is None else table
-        return cls(lm_head, table.truncation_config, workspace, screen)
+    def of(cls, lm_head: LMHead, screen: Screen | None = None, workspace: Workspace | None = None) -> Parts:
+        """With the truncation of such heads. Raises ValueError on a device without kernels."""
+        return cls(lm_head, default_table(lm_head).truncation_config, workspace, screen)
+
+    def with_scratch(self, configs: Iterable[Config], max_rows: int) -> Parts:
+        """With scratch for batches of up to ``max_rows`` rows that take one of ``configs``, or a GEMM alone: the same
+        where it is large enough, else new."""
+        kept, slots = self.workspace, max((slots_for(config, self.lm_head, max_rows) for config in configs), default=1)
+        if kept is not None and kept.slots >= slots:
+            return self
+        searched = None if kept is None else kept.searched
+        return self._replace(workspace=Workspace(slots, self.lm_head.weight.device, searched))
+
+
+class LogprobScratch(NamedTuple):
+    """The scratch of draws from logits in memory, with logprobs beside those of the tokens."""
+
+    draw: Workspace
+    rows: LogprobWorkspace
+
+    @classmethod
+    def for_rows(
+        cls, max_rows: int, traits: HeadTraits, device: torch.device, searched: torch.Tensor | None = None
+    ) -> LogprobScratch:
+        """For up to ``max_rows`` rows of the logits of such a head. searched: as in ``Workspace``."""
+        configs = {config for _, _, config in reading_table(traits).configs_up_to(max_rows)}
+        vocab_size = traits.vocab_size
+        slots = [read_slots(vocab_size, max_rows, one, device) for one in configs if isinstance(one, ReadConfig)]
+        return cls(Workspace(max(slots), device, searched), LogprobWorkspace(max_rows, vocab_size, device))
 
 
 def launch(
@@ -79,12 +101,13 @@ def launch(
 ) -> SampleOutput:
     """Draw one token per row as ``config`` says; in host memory there is one way (``cpu_path.py``). Raises ValueError
     for arguments that do not fit."""
-    head, truncation_config, workspace, screen = parts
-    if head.batch_invariant:
-        assert isinstance(config, TileConfig)
-        return invariant.draw(hidden, params, config, parts, return_logprob=return_logprob)
+    head, truncation_config, workspace, screen, _ = parts
+    if head.batch_invariant and return_logprob:
+        return launch_with_logprobs(hidden, params, parts, WantedLogprobs())[0]
     if draws_in_host_memory(hidden.device):
-        logits = compute_logits(hidden, head, workspace or Workspace(1, hidden.device))
+        if head.batch_invariant:
+            raise ValueError("hidden is in host memory; expected it on a GPU with a batch-invariant head")
+        logits = compute_logits(hidden, head, workspace)
         return sample_on_cpu(logits, head.spec, params, return_logprob=return_logprob)
     if isinstance(config, ScreenConfig):
         if screen is None or return_logprob:
@@ -159,35 +182,27 @@ def launch_with_logprobs(
     params: BatchParams,
     parts: Parts,
     wanted: WantedLogprobs,
-    scratch: LogprobWorkspace | None = None,
 ) -> tuple[SampleOutput, Logprobs]:
-    """Draw one token per row from the logits of a GEMM, and read the logprobs that are wanted from them. Raises
-    ValueError for arguments that do not fit."""
+    """Draw one token per row from the logits of a GEMM, of a batch-invariant head from those of its tile, and read the
+    logprobs that are wanted from them. Raises ValueError for arguments that do not fit."""
     head, num_rows = parts.lm_head, max(1, hidden.shape[0])
     head.check(hidden)
-    if head.batch_invariant:
-        return invariant.draw_with_logprobs(hidden, params, parts, wanted, scratch)
-    workspace, known = parts.workspace, wanted.are_of_draw
-    if draws_in_host_memory(hidden.device):
-        logits = compute_logits(hidden, head, workspace or Workspace(1, hidden.device))
-        drawn = sample_on_cpu(logits, head.spec, params, return_logprob=known)
-    else:
-        config = default_config_on(HeadTraits.of(head), SamplingPath.LOGITS, num_rows, BatchKind.of(params))
-        assert isinstance(config, ReadConfig)
-        slots = slots_for(config, head, num_rows)
-        if workspace is None or workspace.slots < slots:  # made for batches that take other configurations
-            workspace = Workspace(slots, hidden.device, None if workspace is None else workspace.searched)
-        logits = compute_logits(hidden, head, workspace)
-        drawn = sample_logits(
-            logits,
-            head.spec,
-            params,
-            config,
-            return_logprob=known,
-            workspace=workspace,
-            truncation_config=parts.truncation_config,
-        )
-    return drawn, _read_beside(logits, head.spec, params, drawn, wanted, scratch)
+    path = SamplingPath.FUSED if head.batch_invariant else SamplingPath.LOGITS
+    config = default_config_on(HeadTraits.of(head), path, num_rows, BatchKind.of(params))
+    parts = parts.with_scratch([config], num_rows)
+    known = wanted.are_of_draw and not head.batch_invariant
+    drawn = launch(config, hidden, params, parts, return_logprob=known)
+    if not head.batch_invariant:
+        assert parts.workspace is not None
+        logits = parts.workspace.gemm(len(hidden), head.weight.shape[0], gemm_dtype(head))  # the launch has written it
+        return drawn, _read_beside(logits, head.spec, params, drawn, wanted, parts.readers)
+    found = Logprobs.empty(wanted, 0, hidden.device)
+    if len(hidden):
+        rows = invariant.rows_left(parts, invariant.at_wanted_temperatures(params, wanted))
+        found = read_logprobs(rows, drawn.token_ids, wanted)
+    if wanted.are_of_draw:
+        drawn = drawn._replace(logprobs=found.of_tokens, log_mass=found.log_mass)
+    return drawn, found
 
 
 def _read_beside(
@@ -196,56 +211,64 @@ def _read_beside(
     params: BatchParams,
     drawn: SampleOutput,
     wanted: WantedLogprobs,
-    scratch: LogprobWorkspace | None,
+    readers: LogprobWorkspace | None,
 ) -> Logprobs:
     """The logprobs that are wanted of the logits that ``drawn`` is of."""
     if wanted.temperature is not None:
         params = dataclasses.replace(params, temperature=wanted.temperature)
-    rows = LogitRows(logits, spec, params, original=wanted.original, workspace=scratch)
+    rows = LogitRows(logits, spec, params, original=wanted.original, workspace=readers)
     return read_logprobs(rows, drawn.token_ids, wanted, drawn if wanted.are_of_draw else None)
 
 
 def logprobs_in_chunks(
     hidden: torch.Tensor,  # [T, D], the head's hidden_dtype
     token_ids: torch.Tensor,  # [T] int64
-    head: LMHead,
+    parts: Parts,
     wanted: WantedLogprobs,
     chunk_rows: int,
 ) -> Logprobs:
     """The logprobs that are wanted of all rows at temperature 1, from the logits of so many rows at a time, or fewer
     where ``MAX_CHUNK_BYTES`` says so. Raises ValueError for arguments that do not fit."""
+    head, num_rows = parts.lm_head, hidden.shape[0]
     head.check(hidden)
-    num_rows = hidden.shape[0]
     wanted.check(num_rows, hidden)
     check_tensor("token_ids", token_ids, (num_rows,), torch.int64, hidden)
     found = Logprobs.empty(wanted, num_rows, hidden.device)
-    if head.batch_invariant:
-        invariant.read_prompt(hidden, token_ids, head, wanted, chunk_rows, found)
-        return found
     row_bytes = cdiv(head.weight.shape[0], GROUP_SIZE) * GROUP_SIZE * gemm_dtype(head).itemsize
+    if head.batch_invariant:
+        row_bytes = invariant.row_bytes(head)
     most = max(1, min(chunk_rows, MAX_CHUNK_BYTES // row_bytes))
     size = cdiv(num_rows, cdiv(num_rows, most)) if num_rows else 1  # chunks of one size, as near as it may be
     # Scratch of this call alone: a prompt must not leave behind what a step of decoding never needs.
-    workspace, scratch = Workspace(1, hidden.device), LogprobWorkspace(size, head.vocab_size, hidden.device)
+    parts = parts._replace(workspace=None, readers=LogprobWorkspace(size, head.vocab_size, hidden.device))
+    parts = parts.with_scratch([invariant.tile_of(head)] if head.batch_invariant else [], size)
     for start in range(0, num_rows, size):
         stop = min(start + size, num_rows)
-        logits = compute_logits(hidden[start:stop], head, workspace)
-        rows = LogitRows(logits, head.spec, workspace=scratch)
+        rows = _rows_of_prompt(hidden[start:stop], parts)
         found.store(start, read_logprobs(rows, token_ids[start:stop], wanted.rows(start, stop, num_rows)))
     return found
 
 
+def _rows_of_prompt(hidden: torch.Tensor, parts: Parts) -> LogitRows:
+    """The logits of the head at temperature 1, in the scratch of ``parts``."""
+    head = parts.lm_head
+    if not head.batch_invariant:
+        return LogitRows(compute_logits(hidden, head, parts.workspace), head.spec, workspace=parts.readers)
+    params = invariant.params_of_prompt(hidden)
+    launch(invariant.tile_of(head), hidden, params, parts)
+    return invariant.rows_left(parts, params)
+
+
 def launch_flashinfer(hidden: torch.Tensor, params: BatchParams, parts: Parts) -> SampleOutput:
     """Draw one token per row by FlashInfer's rejection sampling. Raises FlashInferError where it cannot."""
-    workspace = parts.workspace or Workspace(1, hidden.device)
-    return draw_with_flashinfer(compute_logits(hidden, parts.lm_head, workspace), parts.lm_head.spec, params)
+    return draw_with_flashinfer(compute_logits(hidden, parts.lm_head, parts.workspace), parts.lm_head.spec, params)
 
 
 def read_logits(
     logits: torch.Tensor,  # [B, V] or wider
     spec: LogitsSpec,
     params: BatchParams,
-    workspace: Workspace | None,
+    workspace: Workspace | None = None,
     *,
     return_logprob: bool = False,
 ) -> SampleOutput:
@@ -273,14 +296,26 @@ def read_logits_with_logprobs(
     logits: torch.Tensor,
     spec: LogitsSpec,
     params: BatchParams,
-    workspace: Workspace | None,
     wanted: WantedLogprobs,
-    scratch: LogprobWorkspace | None = None,
+    scratch: LogprobScratch | None = None,
 ) -> tuple[SampleOutput, Logprobs]:
     """``read_logits``, and the logprobs that are wanted of the same logits."""
+    workspace, readers = scratch or (None, None)
     drawn = read_logits(logits, spec, params, workspace, return_logprob=wanted.are_of_draw)
     with on_device_of(logits):
-        return drawn, _read_beside(logits, spec, params, drawn, wanted, scratch)
+        return drawn, _read_beside(logits, spec, params, drawn, wanted, readers)
+
+
+def read_logprobs_of_prompt(
+    logits: torch.Tensor,
+    spec: LogitsSpec,
+    token_ids: torch.Tensor,
+    wanted: WantedLogprobs,
+    readers: LogprobWorkspace | None = None,
+) -> Logprobs:
+    """The logprobs that are wanted of logits that are in memory, at temperature 1. token_ids: ``[B]`` int64, the token
+    of each row."""
+    return read_logprobs(LogitRows(logits, spec, workspace=readers), token_ids, wanted)
 
 
 def unsupported_path(path: SamplingPath, head: LMHead) -> str | None:
@@ -298,18 +333,25 @@ def slots_for(config: Config, head: LMHead, max_rows: int) -> int:
     """Slots that a ``Workspace`` needs for any batch of 1 to ``max_rows`` rows with this configuration."""
     if isinstance(config, ReadConfig):
         return read_slots(head.vocab_size, max_rows, config, head.weight.device)
-    return 1 if isinstance(config, ScreenConfig) else workspace_slots(head, max_rows, config)
+    if isinstance(config, ScreenConfig):
+        return 1
+    if head.batch_invariant:  # as many splits for every batch; asked in a step
+        return num_splits(head, max_rows, config) * max_rows
+    return workspace_slots(head, max_rows, config)
 
 
 def compute_logits(
-    hidden: torch.Tensor, head: LMHead, workspace: Workspace, out: torch.Tensor | None = None
+    hidden: torch.Tensor, head: LMHead, workspace: Workspace | None = None, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """``hidden @ weight.T`` in ``out``, else in the workspace's buffer, padding of the head included; float32 where
-    logits are to be rounded to another dtype than that of the hidden states."""
+    """``hidden @ weight.T`` in ``out``, else in the workspace's buffer, else in memory of its own, padding of the head
+    included; float32 where logits are to be rounded to another dtype than that of the hidden states."""
     head.check(hidden)
     if head.batch_invariant:
         raise ValueError("head is batch-invariant; expected one whose logits may come from a GEMM of the vendor")
-    logits = out if out is not None else workspace.gemm(hidden.shape[0], head.weight.shape[0], gemm_dtype(head))
+    logits = out
+    if logits is None:
+        workspace = workspace or Workspace(1, hidden.device)
+        logits = workspace.gemm(hidden.shape[0], head.weight.shape[0], gemm_dtype(head))
     hidden, weight = hidden.detach(), head.weight.detach()
     if is_compiling_only():
         return logits

@@ -24,9 +24,8 @@ import torch
 from .dispatch import DispatchTable
 from .kernels.config import ScreenConfig, cdiv
 from .kernels.params import BatchParams, LMHead, Truncation
-from .kernels.workspace import Workspace
 from .kinds import BATCH_KINDS, KIND_NAMES, MAX_SCREENED_ROWS, MIN_RACED_BYTES, BatchKind, Config, SamplingPath
-from .paths import Parts, launch, on_device_of, slots_for
+from .paths import Parts, launch, on_device_of
 from .selfcheck import edits_of_every_kind
 from .tables.lookup import bucket_for, ranges_of
 
@@ -250,8 +249,10 @@ def race(
         if rows in _sizes_of(kind) and rows <= parts.screen.max_rows
         if isinstance(table.lookup(rows, kind.screened), ScreenConfig)
     ]
-    parts = parts._replace(workspace=_workspace(parts.lm_head, table, wanted))
-    inputs = _Inputs(parts.lm_head, max(rows for _, rows in wanted))
+    largest = max(rows for _, rows in wanted)
+    needed = {table.lookup(rows, one) for kind, rows in wanted for one in (kind, kind.screened)}
+    parts = parts.with_scratch(needed, largest)  # for all heats, as a server keeps it
+    inputs = _Inputs(parts.lm_head, largest)
     heats: list[Heat] = []
     longest = 0.0
     for kind, rows in wanted:
@@ -267,13 +268,6 @@ def race(
         longest = max(longest, clock() - began)
     skipped = tuple((str(kind), rows) for kind, rows in wanted[len(heats) :])
     return Outcome(tuple(heats), clock() - started, skipped)
-
-
-def _workspace(head: LMHead, table: DispatchTable, wanted: Sequence[tuple[BatchKind, int]]) -> Workspace:
-    """Scratch for all heats, as a server keeps it."""
-    largest = max(rows for _, rows in wanted)
-    configs = {table.lookup(rows, one) for kind, rows in wanted for one in (kind, kind.screened)}
-    return Workspace(max(slots_for(config, head, largest) for config in configs), head.weight.device)
 
 
 class _Inputs:

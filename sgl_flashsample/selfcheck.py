@@ -40,10 +40,10 @@ from .kernels.reference import (
 )
 from .kernels.rng import GROUP_SIZE
 from .kernels.top_logprobs import WIDTHS
-from .kernels.workspace import LogitsBuffer, Workspace
+from .kernels.workspace import LogitsBuffer
 from .kinds import BATCH_KINDS, PLAIN, BatchKind, Config
 from .logprobs import WantedLogprobs
-from .paths import Parts, compute_logits, launch, launch_with_logprobs, logprobs_in_chunks, slots_for
+from .paths import Parts, compute_logits, launch, launch_with_logprobs, logprobs_in_chunks
 from .screen import Screen
 
 logger = logging.getLogger("sgl_flashsample")
@@ -131,7 +131,7 @@ def launch_logprobs_once(parts: Parts, kind: BatchKind, **masks: bool) -> None:
         head_logprobs(hidden, parts.lm_head, ids, hidden.new_zeros(1, 2, dtype=torch.float32), params)
     if kind == PLAIN:
         for k in (0, *COMPILED_TOP_LOGPROBS):
-            logprobs_in_chunks(hidden, params.seed, parts.lm_head, WantedLogprobs(k), 1)
+            logprobs_in_chunks(hidden, params.seed, parts, WantedLogprobs(k), 1)
 
 
 def one_row(
@@ -249,8 +249,7 @@ def dependence_on_batch(head: LMHead) -> str | None:
     and waits: at start."""
     weight = head.weight
     sizes = TRIED_ROWS if weight.is_cuda else INTERPRETED_ROWS
-    parts = Parts.of(head)
-    parts = parts._replace(workspace=Workspace(slots_for(tile_of(head), head, max(sizes)), weight.device))
+    parts = Parts.of(head).with_scratch([tile_of(head)], max(sizes))
     row = _hidden(head, 1)[0]
 
     def results(hidden: torch.Tensor, params: BatchParams, place: int) -> list[torch.Tensor]:
@@ -299,7 +298,7 @@ def unsupported_by_flashinfer(head: LMHead) -> str | None:
     if head.shards > 1 or not head.gemm_gives_logits:
         return "it needs a whole vocabulary, and logits of the weight's dtype"
     num_rows = 8
-    raw = compute_logits(_hidden(head, num_rows), head, Workspace(1, head.weight.device))
+    raw = compute_logits(_hidden(head, num_rows), head)
     row = torch.arange(num_rows, device=raw.device)
     temperature = 0.5 + row % 4 * 0.5
     limits = Truncation(20 + row.int(), torch.where(row % 2 == 0, 0.95, 1.0), torch.zeros_like(temperature))
@@ -332,8 +331,8 @@ class _Check:
                 copy = Screen(shortened, max(screened_rows, CHECKED_ROWS), announces_writes=True)
             except Exception as error:  # memory for a second copy, or what else a starting server may lack
                 self.screen_error = first_line(error)
-        self.shortened = Parts.of(shortened, copy, table)
-        self.parts = Parts.of(head, screen if copy is not None else None, table)
+        self.parts = Parts.of(head, screen if copy is not None else None)
+        self.shortened = self.parts._replace(lm_head=shortened, screen=copy)
         compile_ahead([self.parts, self.shortened], max_rows, table, bool_masks=bool_masks)
 
     def compare(self, kind: BatchKind, num_rows: int, config: Config) -> str | None:
@@ -380,7 +379,7 @@ def expect(head: LMHead, num_rows: int, kind: BatchKind, *, reads: bool, only_ma
     if kind.greedy:
         temperature.zero_()
     if reads:
-        raw = compute_logits(hidden, head, Workspace(1, hidden.device))[:, : head.vocab_size].double()
+        raw = compute_logits(hidden, head)[:, : head.vocab_size].double()
         logits = transform_ref(raw, head.rounding, logit_scale=head.logit_scale, softcap=head.softcap)
         error_bound = 0.0 if head.softcap is None else 2.0**-20 * head.softcap
         low, high = logits - error_bound, logits + error_bound
@@ -402,18 +401,17 @@ def expect(head: LMHead, num_rows: int, kind: BatchKind, *, reads: bool, only_ma
 
 def difference(expected: Expectation, config: Config, parts: Parts, *, return_logprob: bool = False) -> str | None:
     """How the draw of ``config`` differs from the expectation; None where it does not. parts: of the expectation's
-    head; a workspace is made for the draw."""
+    head; scratch is made for the draw."""
     head, params, num_rows = expected.head, expected.params, len(expected.hidden)
-    workspace = Workspace(slots_for(config, head, num_rows), expected.hidden.device)
-    parts = Parts(head, parts.truncation_config, workspace, parts.screen)
+    parts = parts._replace(workspace=None).with_scratch([config], num_rows)
     token = launch(config, expected.hidden, params, parts, return_logprob=return_logprob).token_ids
     want = expected.want
     if params.truncation is not None and draws_in_host_memory(expected.hidden.device):
         limited = _truncated_rows(params.truncation, head) & (params.temperature > 0)
         want = _with_truncated(want, expected.logits, limited, params)
     elif params.truncation is not None:
-        assert workspace.last_buffer is not None
-        written = _written_logits(expected, workspace.last_buffer, screened=isinstance(config, ScreenConfig))
+        assert parts.workspace is not None and parts.workspace.last_buffer is not None
+        written = _written_logits(expected, parts.workspace.last_buffer, screened=isinstance(config, ScreenConfig))
         limited = _truncated_rows(params.truncation, head) & (params.temperature > 0)
         bound = 1e-5 * expected.logits.abs().clamp(min=1.0)
         inside = (written >= expected.low - bound) & (written <= expected.high + bound) | (written == expected.logits)

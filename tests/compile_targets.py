@@ -23,7 +23,6 @@ import re
 import subprocess
 import sys
 import tempfile
-import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -479,7 +478,7 @@ def keys() -> dict[str, list[str]]:
     """Runs many launches in one process, where each can meet the binaries of all earlier launches. mistaken: launches
     that got a binary that Triton would not have chosen. made: launches that compiled a binary. late: launches of
     ``made`` whose kernels had been compiled ahead."""
-    from sgl_flashsample.kernels.config import ReadConfig, ScreenConfig, TileConfig, TruncationConfig
+    from sgl_flashsample.kernels.config import ReadConfig, ScreenConfig, TileConfig
     from sgl_flashsample.kernels.params import LMHead
     from sgl_flashsample.kinds import KIND_NAMES
     from sgl_flashsample.paths import Parts
@@ -499,11 +498,10 @@ def keys() -> dict[str, list[str]]:
         "screened": [screen, dataclasses.replace(screen, listed=True, early=True, tma=False)],
     }
     kinds = ("plain", "greedy", "edit", "truncate", "edit+truncate")
-    table = types.SimpleNamespace(truncation_config=TruncationConfig())
     for kind, path, vocab in itertools.product(kinds, configs, (368, 367)):
         head = LMHead(torch.ones(400, 64, dtype=torch.bfloat16), vocab_size=vocab)
         LAUNCHES.now = "ahead"
-        launch_once(Parts.of(head, UnwrittenScreen(head, 1), table), configs[path][0], KIND_NAMES[kind])
+        launch_once(Parts(head, screen=UnwrittenScreen(head, 1)), configs[path][0], KIND_NAMES[kind])
         for num_rows, odd in ((1, ""), (2, ""), (16, "temperature"), (17, "position")):
             LAUNCHES.now = f"{path}, {kind}, {vocab} ids, {num_rows} rows"
             change = {"num_rows": num_rows, "odd": odd, "head": {"vocab_size": vocab}}

@@ -131,17 +131,13 @@ class Drafts:
     def _allocate(self, worker: Any) -> None:
         state = self.runtime.draft_head
         assert state is not None
-        lm_head, table = state.head.lm_head, state.head.table
-        device = lm_head.weight.device
         self._max_requests, self._num_nodes = worker.req_to_token_pool.size, worker.speculative_num_draft_tokens
         # A draft extend may compute all nodes of a request.
         self._max_rows = min(self._max_requests * self._num_nodes, MAX_COMPILED_ROWS)
-        if state in self.runtime.heads:  # whose scratch is replaced when a batch outgrows it
-            self._head = Head(lm_head, max_rows=self._max_rows, table=table, announces_changes=True)
-        else:
+        is_shared = state in self.runtime.heads  # whose scratch is replaced when a batch outgrows it
+        if not is_shared:
             state.update(self._max_rows)
-            (workspace, *_) = state.head.workspaces
-            self._head = Head(lm_head, table=table, workspace=workspace, announces_changes=True)
+        self._head = state.head.twin(self._max_rows if is_shared else 0)
         token_ids = _own_token_ids(worker)
         if token_ids is not None and self.mode is DraftMode.COUPLED:
             (vocab_size,) = {target.processor.vocab_size for target in self.runtime.heads}
@@ -149,7 +145,7 @@ class Drafts:
             self._max_rows = min(self._max_rows, self._own.max_rows)
         else:
             self._head.screen = None if state.screen is None or state.screen.stopped else state.screen.pin()
-        self._rows = RowBuffers.allocate(self._max_requests, device)
+        self._rows = RowBuffers.allocate(self._max_requests, self._head.lm_head.weight.device)
 
     def load(self, worker: Any, batch: Any, *args: Any, **kwargs: Any) -> None:
         """Before ``EAGLEWorkerV2.forward_batch_generation``: the parameters of this batch's rows. A batch that SGLang

@@ -154,7 +154,7 @@ class HeadState:
         if self.straddling is not None and max_rows:
             self.straddling.reserve(max_rows)
             assert self.straddling.scratch is not None
-            self.straddling.scratch.workspace.gemm(max_rows, len(self.part.weight), gemm_dtype(self.part))
+            self.straddling.scratch.readers.draw.gemm(max_rows, len(self.part.weight), gemm_dtype(self.part))
 
     def wanted(self, asked: AskedLogprobs, num_rows: int) -> WantedLogprobs:
         """The logprobs that a step of ``num_rows`` rows, padding included, asks the head for, with scratch for them:
@@ -459,7 +459,7 @@ class HeadState:
         if self.straddling is None:
             return self.head.logits(hidden, out=shared)
         assert self.straddling.scratch is not None
-        return compute_logits(hidden, self.part, self.straddling.scratch.workspace, out=shared)
+        return compute_logits(hidden, self.part, self.straddling.scratch.readers.draw, out=shared)
 
     def logits_of_group(self, straddling: Straddling, hidden: torch.Tensor) -> torch.Tensor | None:
         """``[B, GROUP_SIZE]``: the logits of the group of ids that begins on this rank and ends on the next; None

@@ -173,12 +173,12 @@ class LogitReader:
     def draw(
         self, logits: torch.Tensor, params: BatchParams, *, return_logprob: bool = False, path: Any = None
     ) -> SampleOutput:
-        return read_logits(logits, LogitsSpec(logits.shape[1]), params, None, return_logprob=return_logprob)
+        return read_logits(logits, LogitsSpec(logits.shape[1]), params, return_logprob=return_logprob)
 
     def draw_with_logprobs(
         self, logits: torch.Tensor, params: BatchParams, wanted: WantedLogprobs
     ) -> tuple[SampleOutput, Logprobs]:
-        return read_logits_with_logprobs(logits, LogitsSpec(logits.shape[1]), params, None, wanted, None)
+        return read_logits_with_logprobs(logits, LogitsSpec(logits.shape[1]), params, wanted)
 
 
 def _asks_for_more(local_batch: Any) -> bool:

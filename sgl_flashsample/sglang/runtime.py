@@ -16,7 +16,6 @@ from ..dispatch import DispatchTable
 from ..flashinfer_path import CANNOT_USE
 from ..head import Head
 from ..kernels.rng import NOISE_ABI
-from ..paths import Parts
 from ..screen_race import Outcome, candidates, decide, raced_kinds, unsupported_race
 from ..selfcheck import MAX_COMPILED_ROWS, dependence_on_batch, unsupported_by_flashinfer
 from ..switches import (
@@ -512,7 +511,7 @@ class Runtime:
             return reason
         head.table = _without_failing_flashinfer(head)
         resolved = dataclasses.replace(resolved, dispatch=head.table)
-        resolved = compare_compiled(resolved, Parts.of(head.lm_head, head.screen, head.table), max_rows)
+        resolved = compare_compiled(resolved, head.parts, max_rows)
         for warning in resolved.warnings:
             logger.warning("flashsample: %s", warning)
         state.table_file = None if resolved.table_file is None else str(resolved.table_file.file)

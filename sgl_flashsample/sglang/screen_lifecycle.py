@@ -77,7 +77,7 @@ def race_screen(head: LMHead, table: DispatchTable, screen: HeadScreen, stopwatc
     SGLang captures any.
     """
     try:
-        return msgspec.to_builtins(race(Parts.of(head, screen.trial(), table), table, stopwatch()))
+        return msgspec.to_builtins(race(Parts.of(head, screen.trial()), table, stopwatch()))
     except Exception as error:  # memory, a compiler, or what else a starting server may lack
         reason = f"{type(error).__name__}: {first_line(error)}"
         logger.warning(

@@ -15,25 +15,28 @@ from typing import Any, NamedTuple
 import torch
 
 from ..defaults import HeadTraits
-from ..dispatch import reading_table
-from ..kernels.config import ReadConfig
-from ..kernels.logit_summary import LogitRows
 from ..kernels.merge_ranks import merge_records, pack_record
 from ..kernels.params import BatchParams, LMHead, LogitsSpec, SampleOutput
 from ..kernels.rng import GROUP_SIZE
-from ..kernels.sample_logits import read_slots
-from ..kernels.workspace import MAX_TOP_LOGPROBS, LogprobWorkspace, Workspace
-from ..logprobs import Logprobs, WantedLogprobs, merge_parts, read_logprobs
-from ..paths import compute_logits, gemm_dtype, read_logits, read_logits_with_logprobs
+from ..kernels.workspace import MAX_TOP_LOGPROBS
+from ..logprobs import Logprobs, WantedLogprobs, merge_parts
+from ..paths import (
+    LogprobScratch,
+    compute_logits,
+    gemm_dtype,
+    read_logits,
+    read_logits_with_logprobs,
+    read_logprobs_of_prompt,
+)
 
 MIN_WIDTH = 2 * GROUP_SIZE  # ids of a part, which then has a whole group wherever it begins
 
 
 class Scratch(NamedTuple):
-    """For batches of up to so many rows. sent, group: ``[max_rows, GROUP_SIZE]``. lists: of ``merge_logprobs``."""
+    """For batches of up to so many rows. readers: of a group. sent, group: ``[max_rows, GROUP_SIZE]``. lists: of
+    ``merge_logprobs``."""
 
-    workspace: Workspace
-    readers: LogprobWorkspace
+    readers: LogprobScratch
     sent: torch.Tensor
     group: torch.Tensor
     lists: torch.Tensor
@@ -84,12 +87,10 @@ class Straddling:
         replayed after that."""
         weight, dtype = self.whole_groups.weight, gemm_dtype(self.whole_groups)
         traits = HeadTraits.of(self.whole_groups)._replace(vocab_size=GROUP_SIZE, itemsize=dtype.itemsize)
-        configs = {config for _, _, config in reading_table(traits).configs_up_to(max_rows)}
-        slots = [read_slots(GROUP_SIZE, max_rows, c, weight.device) for c in configs if isinstance(c, ReadConfig)]
-        readers = LogprobWorkspace(max_rows, GROUP_SIZE, weight.device)
+        readers = LogprobScratch.for_rows(max_rows, traits, weight.device)
         logits = torch.zeros(2, max_rows, GROUP_SIZE, dtype=dtype, device=weight.device)
         lists = torch.empty(max_rows * 2 * MAX_TOP_LOGPROBS, dtype=torch.int32, device=weight.device)
-        self.scratch = Scratch(Workspace(max(slots), weight.device), readers, logits[0], logits[1], lists)
+        self.scratch = Scratch(readers, logits[0], logits[1], lists)
 
     def with_scratch(self, max_rows: int) -> Straddling:
         """The same, with scratch of its own for ``max_rows`` rows."""
@@ -103,8 +104,7 @@ class Straddling:
         scratch = self.scratch
         if scratch is None:
             return 0
-        tensors = scratch.sent, scratch.group, scratch.lists
-        return scratch.workspace.num_bytes + scratch.readers.num_bytes + sum(tensor.nbytes for tensor in tensors)
+        return sum(one.num_bytes for one in scratch.readers) + sum(tensor.nbytes for tensor in scratch[1:])
 
     def logits_of_first(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """``[B, GROUP_SIZE]``: what the rank before needs, anything behind it. out: where to write; scratch when
@@ -112,7 +112,7 @@ class Straddling:
         assert self.scratch is not None
         sent = self.scratch.sent[: len(hidden)] if out is None else out
         if self.first is not None:
-            compute_logits(hidden, self.first, self.scratch.workspace, out=sent[:, : len(self.first.weight)])
+            compute_logits(hidden, self.first, out=sent[:, : len(self.first.weight)])
         return sent
 
     def logits_of_group(self, hidden: torch.Tensor, received: torch.Tensor) -> torch.Tensor | None:
@@ -121,7 +121,7 @@ class Straddling:
         if self.last is None or self.scratch is None:
             return None
         here = self.scratch.group[: len(hidden), : len(self.last.weight)]
-        return self.group_of(compute_logits(hidden, self.last, self.scratch.workspace, out=here), received)
+        return self.group_of(compute_logits(hidden, self.last, out=here), received)
 
     def group_of(self, last: torch.Tensor, received: torch.Tensor) -> torch.Tensor:
         """``logits_of_group`` of a rank with ``last``, whose logits are given, in the scratch or elsewhere."""
@@ -140,7 +140,8 @@ class Straddling:
         if logits is None or self.group is None or self.scratch is None:
             return drawn
         return_logprob = drawn.logprobs is not None
-        of_group = read_logits(logits, self.group, params, self.scratch.workspace, return_logprob=return_logprob)
+        workspace = self.scratch.readers.draw
+        of_group = read_logits(logits, self.group, params, workspace, return_logprob=return_logprob)
         return _merged(drawn, of_group, return_logprob, holds)
 
     def complete_with_logprobs(
@@ -155,9 +156,7 @@ class Straddling:
         """``complete``, with the logprobs relative to these ids. found: relative to those of ``whole_groups``."""
         if logits is None or self.group is None or self.scratch is None:
             return drawn, found
-        of_group, found_there = read_logits_with_logprobs(
-            logits, self.group, params, self.scratch.workspace, wanted, self.scratch.readers
-        )
+        of_group, found_there = read_logits_with_logprobs(logits, self.group, params, wanted, self.scratch.readers)
         both = [
             one._replace(logprobs=beside.of_tokens, log_mass=beside.log_mass)
             for one, beside in ((drawn, found), (of_group, found_there))
@@ -179,8 +178,7 @@ class Straddling:
         ``whole_groups``. token_ids: ``[T]`` int64, the token of each row."""
         if logits is None or self.group is None or self.scratch is None:
             return found
-        rows = LogitRows(logits, self.group, workspace=self.scratch.readers)
-        found_there = read_logprobs(rows, token_ids, wanted)
+        found_there = read_logprobs_of_prompt(logits, self.group, token_ids, wanted, self.scratch.readers.rows)
         parts = torch.stack([found.pack(tokens=True), found_there.pack(tokens=True)])
         return merge_parts(parts, wanted, lists=self.scratch.lists)
 

@@ -234,6 +234,16 @@ def test_a_head_on_another_gpu_than_the_current_one_is_drawn_there(path):
 # Scratch.
 
 
+@pytest.mark.parametrize("max_rows", [0, ROWS])
+def test_a_twin_draws_the_same_tokens_without_a_screen_in_the_same_scratch_or_its_own(device, launched, max_rows):
+    case = example(device)
+    head = Head(case.head, max_rows=ROWS, table=always_screened(case.head), screen=Screen(case.head, ROWS))
+    twin = head.twin(max_rows)
+    assert_reference(twin.draw(case.hidden, case.params).token_ids, case)
+    assert twin.table is head.table and not isinstance(launched[-1], ScreenConfig)
+    assert (twin.workspaces[0] is head.workspaces[0]) is (max_rows == 0)
+
+
 @pytest.mark.parametrize("way", ["the table's", "fused", "logits", "logprobs", "rows of logits"])
 def test_a_batch_beyond_the_scratch_is_drawn_in_scratch_of_its_own(device, way):
     """Graphs that were captured go on using what the head keeps."""

@@ -8,7 +8,7 @@ import pytest
 import torch
 from kernel_cases import make_params
 
-from sgl_flashsample import BatchParams, Head, LMHead, invariant
+from sgl_flashsample import BatchParams, Head, LMHead, paths
 from sgl_flashsample.defaults import HeadTraits
 from sgl_flashsample.dispatch import DispatchTable
 from sgl_flashsample.kernels.config import TileConfig
@@ -135,14 +135,14 @@ def test_the_vocabulary_is_cut_alike_for_all_batches(monkeypatch):
 
 def test_a_device_on_which_a_row_depends_on_its_batch_is_found(head, monkeypatch):
     assert dependence_on_batch(head.lm_head) is None
-    read = invariant._read
+    read = paths.read_logprobs
 
-    def depends_on_place(workspace, some, params, token_ids, *rest):
-        found = read(workspace, some, params, token_ids, *rest)
+    def depends_on_place(*arguments):
+        found = read(*arguments)
         found.of_tokens[4:] = found.of_tokens[4:].nextafter(torch.full_like(found.of_tokens[4:], -9.0))
         return found
 
-    monkeypatch.setattr(invariant, "_read", depends_on_place)
+    monkeypatch.setattr(paths, "read_logprobs", depends_on_place)
     assert dependence_on_batch(head.lm_head) == "a row's logits, token or logprobs depend on its batch of 5 rows here"
 
 
@@ -152,10 +152,13 @@ def test_no_other_path_serves_it(head, hidden, device, path):
         head.draw(hidden, params_of("plain", head, device), path=path)
 
 
-def test_what_it_cannot_do_is_refused_with_the_reason(head, hidden):
+def test_what_it_cannot_do_is_refused_with_the_reason(head, hidden, device, monkeypatch):
     with pytest.raises(ValueError, match="expected one whose logits may come from a GEMM"):
         head.logits(hidden)
     with pytest.raises(ValueError, match="shards is 2; expected 1, the whole vocabulary, with batch_invariant"):
         LogitsSpec(16, shards=2, batch_invariant=True)
     with pytest.raises(ValueError, match="batch-invariant"):
         Screen(head.lm_head, 4)
+    monkeypatch.setattr(paths, "draws_in_host_memory", lambda device: True)
+    with pytest.raises(ValueError, match="hidden is in host memory; expected it on a GPU with a batch-invariant head"):
+        head.draw(hidden, params_of("plain", head, device))

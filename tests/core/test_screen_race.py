@@ -327,7 +327,7 @@ def test_on_a_gpu_a_race_of_loaded_kernels_takes_less_than_its_limit(device):
     weight = torch.randn(65_536, 2_048, device=device).bfloat16()
     head = LMHead(weight)
     table = candidates(default_table(head), raced_kinds(head))
-    parts = Parts.of(head, Screen(head, MAX_SCREENED_ROWS), table)
+    parts = Parts.of(head, Screen(head, MAX_SCREENED_ROWS))
     stopwatch = screen_race.GraphStopwatch(device, CudaCapture(device))
     race(parts, table, stopwatch, clock=lambda: 0.0)  # loads them
     outcome = race(parts, table, stopwatch)

@@ -89,7 +89,7 @@ from sgl_flashsample.kernels.launch import compiling_only
 from sgl_flashsample.kernels.merge_ranks import merge_records, no_record, pack_record
 from sgl_flashsample.kernels.reference import allowed_ref, merge_records_ref
 from sgl_flashsample.kinds import BatchKind, Config, SamplingPath, path_of
-from sgl_flashsample.paths import Parts, launch
+from sgl_flashsample.paths import launch
 from sgl_flashsample.screen import Screen
 from sgl_flashsample.selfcheck import MAX_COMPILED_ROWS
 from sgl_flashsample.tables import schema
@@ -382,12 +382,16 @@ def from_logits(case: Case) -> torch.Tensor:
     return sample_from_logits(case.raw, case.params).token_ids
 
 
+def ready(lm_head: LMHead, max_rows: int = 0) -> Head:
+    """With a screen, where the device has kernels."""
+    return Head(lm_head, max_rows=max_rows, screen=None if HOST else Screen(lm_head, SIZE.rows))
+
+
 class Paths:
     """Draws of cases of one head, with scratch that is kept, as a server keeps it."""
 
     def __init__(self, lm_head: LMHead) -> None:
-        self.screen = None if HOST else Screen(lm_head, SIZE.rows)
-        self.kept = Head(lm_head, max_rows=SIZE.rows, screen=self.screen)
+        self.kept = ready(lm_head, SIZE.rows)
         self.allocating = Head(
             lm_head
         )  # the kept scratch holds what batches need that take the logits path by themselves
@@ -400,8 +404,7 @@ class Paths:
         return lambda case: head.draw(case.hidden, case.params, path=path).token_ids
 
     def with_config(self, config: Config) -> DrawCase:
-        parts = Parts.of(self.kept.lm_head, screen=self.screen)
-        return lambda case: launch(config, case.hidden, case.params, parts).token_ids
+        return lambda case: launch(config, case.hidden, case.params, self.kept.parts).token_ids
 
 
 def names_of_paths() -> tuple[str, ...]:
@@ -496,7 +499,7 @@ def make_shards(lm_head: LMHead, ranks: int) -> list[Shard]:
     width = -(-SIZE.vocab // ranks // 16) * 16
     weight = torch.nn.functional.pad(lm_head.weight, (0, 0, 0, width * ranks - SIZE.vocab))
     parts = [LMHead.of_rank(part, rank, ranks, SIZE.vocab) for rank, part in enumerate(weight.split(width))]
-    heads = [None if one is None else Head(one, screen=None if HOST else Screen(one, SIZE.rows)) for one in parts]
+    heads = [None if one is None else ready(one) for one in parts]
     return [Shard(rank * width, head) for rank, head in enumerate(heads)]
 
 

@@ -37,9 +37,8 @@ from sgl_flashsample.autotune.space import TILE_CLASSES, Limits, Space
 from sgl_flashsample.defaults import builtin_table, family_of_device
 from sgl_flashsample.kernels.config import TileConfig
 from sgl_flashsample.kernels.launch import compiling_only
-from sgl_flashsample.kernels.lm_head_sample import lm_head_sample, num_splits
-from sgl_flashsample.kernels.workspace import Workspace
 from sgl_flashsample.kinds import SamplingPath
+from sgl_flashsample.paths import Parts, launch
 
 # (D, V). The second D is no multiple of a step of the hidden states.
 SHAPES = [(48, 128)] if DRY_RUN else [(4096, 32_768), (2880, 16_384)]
@@ -87,21 +86,19 @@ class Fused:
 
     def __init__(self, head: LMHead, tile: TileConfig) -> None:
         self.head, self.tile = head, tile
-        rows = max(SIZES)
-        self.workspace = Workspace(max(num_splits(head, size, tile) * size for size in range(1, rows + 1)), DEVICE)
+        self.parts = Parts(head).with_scratch([tile], max(SIZES))
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """``[B, V]`` float32, valid until the next call."""
         batch = params(len(hidden), truncated=True)
-        lm_head_sample(hidden, self.head, batch, self.tile, workspace=self.workspace)
-        buffer = self.workspace.last_buffer
-        assert buffer is not None
-        return buffer.logits[: len(hidden), : self.head.vocab_size]
+        launch(self.tile, hidden, batch, self.parts)
+        assert self.parts.workspace is not None and self.parts.workspace.last_buffer is not None
+        return self.parts.workspace.last_buffer.logits[: len(hidden), : self.head.vocab_size]
 
     def mass(self, hidden: torch.Tensor) -> torch.Tensor:
         """``[B, 2]`` float32."""
         batch = params(len(hidden), truncated=False)
-        drawn = lm_head_sample(hidden, self.head, batch, self.tile, return_logprob=True, workspace=self.workspace)
+        drawn = launch(self.tile, hidden, batch, self.parts, return_logprob=True)
         assert drawn.log_mass is not None
         return drawn.log_mass
 

@@ -14,8 +14,8 @@ from head_states import hidden_states, pretended_sglang
 from serving import needs_sglang
 from sglang_batches import Configuration, CountingHead, ModelRunner, ScheduleBatch, make_samplers, sampling_info
 
-from sgl_flashsample.sglang import drafts, hooks, versions
 from sgl_flashsample.sglang import head as head_module
+from sgl_flashsample.sglang import hooks, versions
 from sgl_flashsample.sglang import runtime as runtime_module
 from sgl_flashsample.sglang.hooks import READING_METHODS, WRITING_METHODS, StepHooks
 from sgl_flashsample.sglang.runtime import Runtime
@@ -148,8 +148,7 @@ def head(device, script) -> CountingHead:
 @pytest.fixture
 def fake_heads(monkeypatch, script) -> None:
     """The heads that a server makes are fake ones."""
-    for module in (drafts, head_module):
-        monkeypatch.setattr(module, "Head", functools.partial(FakeHead, script=script))
+    monkeypatch.setattr(head_module, "Head", functools.partial(FakeHead, script=script))
 
 
 @pytest.fixture
