@@ -320,6 +320,13 @@ def lists(top=None, ids=None) -> Callable[[Asking], None]:
     return lambda servers: vars(servers).update(top=top or servers.top, ids=ids or servers.ids)
 
 
+def another_temperature(servers: Asking) -> None:
+    servers.take([TEMPERED, *ROWS[1:]])
+    for _ in range(SETTLED):
+        servers.step()
+    servers.take([TEMPERED | {"temperature": 3.0}, *ROWS[1:]])
+
+
 # Whether a step after the change takes the short way: the first, and the last of some.
 CHANGES: dict[str, tuple[Callable[[Asking], None], bool, bool]] = {
     "a row less": (lambda servers: servers.take(ROWS[1:], [0, 8], [None, [4, 9]]), True, True),
@@ -333,6 +340,7 @@ CHANGES: dict[str, tuple[Callable[[Asking], None], bool, bool]] = {
     "ids beyond the kernels": (lists(None, [[7], None, [*range(300)]]), False, False),
     "the logprobs of tokens alone": (lists([0] * 3, [None] * 3), False, True),
     "a greedy row with a temperature": (lambda servers: servers.take([TEMPERED, *ROWS[1:]]), False, True),
+    "another temperature of a greedy row": (another_temperature, True, True),
     "a bias": (
         lambda servers: servers.take([*ROWS, BIASED], [3, 0, 8, 2], [[7], None, [4, 9], [1, 17]]),
         False,
