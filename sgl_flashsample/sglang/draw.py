@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -93,7 +93,8 @@ def replayed(
         return None
     if (grammars or mix.masked) and len(grammars) - grammars.count(None) != batch.num_masked:
         return None  # a grammar came or went after its row was scheduled
-    captured, asked, logprobs = lazy.captured, None, return_logprob
+    captured, asked = lazy.captured, None
+    logprobs: Hashable = return_logprob
     if return_logprob:
         fused = batch.fused
         last_top, last_ids, _, _, asked = fused.last_asked

@@ -113,7 +113,7 @@ class FlashSampler(Sampler):
                 drawn, asked = found
                 if return_logprob:
                     logits_output.next_token_logprobs = drawn.logprobs
-                    if asked is not None:
+                    if asked is not None and drawn.rest is not None:
                         asked.deliver(drawn.rest, logits_output, keeps_tensors=lazy.source.copies_tokens)
                 batch = getattr(sampling_info, BATCH_ATTRIBUTE)
                 if batch.mix.edits:
