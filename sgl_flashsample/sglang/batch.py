@@ -168,6 +168,11 @@ class Batch:
             return (None,) * len(self)
         return tuple(Reason.GREEDY_LOGPROB_AT_TEMPERATURE if row.tempered else None for row in self.rows)
 
+    def temperatures(self, sampling_info: Any, original_logprobs: bool) -> torch.Tensor | None:
+        """``[B, 1]`` float32, of the logprobs of a step, where the draw has others. Original logprobs are at
+        temperature 1 in every row, wherever it has another."""
+        return sampling_info.temperatures if self.mix.has_other_logprobs and not original_logprobs else None
+
     @functools.cached_property
     def fused(self) -> Routing:
         """The routing of a step in which every row is fused."""
@@ -277,7 +282,7 @@ class Routing:
     native_rows: the batch of the rows that are not fused. flags: by the edits that are given, the number of nodes and
     the rows without a grammar, the ``Edit`` flags of each node of the fused rows, on the device, where the host has to
     say them; and the places of the nodes with a grammar and ``min_new_tokens``. contests: by the number of nodes, the
-    flags of a step.
+    flags of a step. last_asked: of the last step that had this routing, the arguments of ``asked`` and its result.
     """
 
     reasons: tuple[Reason | None, ...]
@@ -285,7 +290,7 @@ class Routing:
     flags: dict[tuple, tuple[torch.Tensor, torch.Tensor]] = dataclasses.field(default_factory=dict)
     contests: dict[int, torch.Tensor] = dataclasses.field(default_factory=dict)
     _part: Part | None = None
-    _asked: tuple[Any, Any, bool, Any, AskedLogprobs | None] = (None, None, False, None, None)
+    last_asked: tuple[Any, Any, bool, Any, AskedLogprobs | None] = (..., ..., False, None, None)
 
     @classmethod
     @functools.lru_cache(maxsize=1024)
@@ -331,7 +336,7 @@ class Routing:
         """The logprobs that the fused rows ask for beside those of their tokens. SGLang has other lists, and another
         tensor of temperatures, where a batch has other rows. temperatures: ``[B, 1]`` float32, of the logprobs, where
         the draw has others."""
-        last_top, last_ids, last_original, last_temperatures, asked = self._asked
+        last_top, last_ids, last_original, last_temperatures, asked = self.last_asked
         if (
             last_top is not top
             or last_ids is not ids
@@ -340,7 +345,7 @@ class Routing:
         ):
             flat = None if temperatures is None else temperatures.reshape(-1)
             asked = AskedLogprobs.of(self.native, top, ids, original, flat)
-            self._asked = top, ids, original, temperatures, asked
+            self.last_asked = top, ids, original, temperatures, asked
         return asked
 
     @functools.cached_property

@@ -14,7 +14,7 @@ from ..kernels.gather_rows import StagedBatch
 from ..kernels.launch import num_binaries
 from ..kernels.params import BatchParams, Edit, LogitEdits, SampleOutput
 from ..logprobs import Logprobs, WantedLogprobs
-from .batch import BATCH_ATTRIBUTE, Batch, DrawKind, edits_of, slots_of
+from .batch import BATCH_ATTRIBUTE, Batch, DrawKind, edits_of, routing_of, slots_of
 from .head import STAGED_ROWS, HeadState
 from .lazy_logits import LazyLogits
 from .logprobs import AskedLogprobs, PackedLogprobs
@@ -62,11 +62,19 @@ class Step(NamedTuple):
 
 
 def replayed(
-    started: float, lazy: Any, sampling_info: Any, positions: torch.Tensor, return_logprob: bool
-) -> Drawn | None:
+    started: float,
+    lazy: Any,
+    sampling_info: Any,
+    positions: torch.Tensor,
+    return_logprob: bool,
+    top_logprobs_nums: list[int] | None = None,
+    token_ids_logprobs: list | None = None,
+    original_logprobs: bool = False,
+) -> tuple[Drawn, AskedLogprobs | None] | None:
     """The draw of a step whose like has been replayed before, found in one function: between two steps the host does
     much else, and what a step looks at is no longer in its caches. None where ``draw`` has to serve it, as it does once
-    in ``FULL_STEP_SECONDS``. return_logprob: also the logprobs of the tokens; no row may ask for more. Raises
+    in ``FULL_STEP_SECONDS``. return_logprob and the rest: as in ``routing_of``; the logprobs that are asked for beside
+    those of the tokens are returned too. Who serves the rows is decided once for a batch and SGLang's lists. Raises
     GrammarError as ``edits_of`` does."""
     batch = getattr(sampling_info, BATCH_ATTRIBUTE, None)
     if type(lazy) is not LazyLogits or batch is None:
@@ -85,9 +93,20 @@ def replayed(
         return None
     if (grammars or mix.masked) and len(grammars) - grammars.count(None) != batch.num_masked:
         return None  # a grammar came or went after its row was scheduled
-    captured = lazy.captured
+    captured, asked = lazy.captured, None
+    logprobs: Hashable = return_logprob
+    if return_logprob:
+        fused = batch.fused
+        last_top, last_ids, _, _, asked = fused.last_asked
+        if last_top is not top_logprobs_nums or last_ids is not token_ids_logprobs:
+            lists = top_logprobs_nums, token_ids_logprobs, original_logprobs
+            width, whole = lazy.shape[1], state.exchange is None
+            if routing_of(batch, sampling_info, True, *lists, True, width, whole) is not fused:
+                return None
+            asked = fused.asked(*lists, batch.temperatures(sampling_info, original_logprobs))
+        logprobs = asked is None or (asked.layout, state.logprob_inputs)
     place = num_rows if captured is None else captured.data_ptr()
-    ready = graphs.ready.get((place, mix, return_logprob))
+    ready = graphs.ready.get((place, mix, logprobs))
     if ready is None:
         return None
     keyed, lines, layout = ready
@@ -102,10 +121,12 @@ def replayed(
             if placed is None or placed.layout != layout:
                 return None
             keyed.next_batch.set(placed.addresses)
+        if asked is not None:
+            state.logprob_inputs.load(asked, captured.shape[0])
         if table.queued:
             table.write()
         state.counts.replayed += 1
-        return keyed.replay_next(num_rows)
+        return keyed.replay_next(num_rows), asked
     slots = slots_of(sampling_info, num_rows)
     if not lazy.prefills or slots is None:
         return None
@@ -114,7 +135,7 @@ def replayed(
     except ValueError:  # the graph cannot read such tensors
         return None
     state.counts.prefills += 1
-    return keyed.replay_next(num_rows)
+    return keyed.replay_next(num_rows), None
 
 
 def _is_staged(stage: torch.Tensor, hidden: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor) -> bool:
@@ -169,14 +190,14 @@ def _draw(lazy: LazyLogits, step: Step) -> Drawn:
         # The batch is drawn with its noise, whatever FlashInfer could do.
         kind, mix = step.kind._replace(distribution_only=False), step.batch.mix
         logprobs = step.return_logprob if wanted is None else wanted
-        needs_more = mix.is_native or asked or (step.return_logprob and mix.has_other_logprobs)
-        needs_more = needs_more or (edits is None) is bool(mix.edits)  # these are not the edits of the kinds
+        needs_more = mix.is_native or (edits is None) is bool(mix.edits)  # these are not the edits of the kinds
         keyed = graphs.find(
             lambda batch: _launches(state, padded, kind, edits, logprobs, table if gathers else None, batch),
             padded,
             kind,
             None if placed is None else placed.layout,
-            step.return_logprob if asked is None or wanted is None else _layout_of(asked, wanted),
+            # Where a graph reads what is asked for depends on both.
+            step.return_logprob if asked is None else (asked.layout, state.logprob_inputs),
             table.lines if gathers else None,
             None if needs_more else (num_rows if staged else padded.data_ptr(), mix),
             staged,
@@ -221,12 +242,6 @@ def _launches(
         given = Edit(0) if edits is None else edits.given
         table.gather(state.inputs.slots[:rows], state.inputs.positions[:rows], state.rows, edits=given)
     return launch(state, padded, params_of(state, kind, edits, rows), logprobs, retry=False)
-
-
-def _layout_of(asked: AskedLogprobs, wanted: WantedLogprobs) -> Hashable:
-    """The facts of these logprobs that the launches of a graph depend on: where it reads what is told, too."""
-    places = wanted.counts, wanted.token_ids, wanted.temperature
-    return asked.layout, *(None if one is None else one.data_ptr() for one in places)
 
 
 def gather(state: HeadState, step: Step, rows: int) -> None:

@@ -64,7 +64,8 @@ class HeadState:
     use_step_graphs: steps are captured as CUDA graphs. copies_tokens: each step then has tokens of its own, which stay.
     graphs: None where there are none yet, or something that they were captured with has changed. captured: hidden
     states of SGLang's graphs, by their rows. was_recaptured: SGLang has captured them once more since, elsewhere. rows:
-    the parameters of the last step's rows. inputs: what SGLang's graphs read. stages: hidden states of prefills, by
+    the parameters of the last step's rows. inputs: what SGLang's graphs read. logprob_inputs: what ours read of the
+    logprobs that are asked for; None before the first of them. stages: hidden states of prefills, by
     their rows. counts: of all steps. too_large: rows of the smallest batch that has found no memory lately, left to
     SGLang for a while; None where there is none. full_step_at: by ``time.perf_counter``, when the next step has to
     follow the model, and the life of the screen, in full.
@@ -96,7 +97,7 @@ class HeadState:
         self.was_recaptured = False
         self.rows = RowBuffers.allocate(0, lm_head.weight.device)
         self.inputs: GraphInputs | None = None
-        self._logprob_inputs: LogprobInputs | None = None
+        self.logprob_inputs: LogprobInputs | None = None
         self.stages: dict[int, torch.Tensor] = {}
         self.counts = StepCounts()
         self.full_step_at = 0.0
@@ -122,7 +123,7 @@ class HeadState:
             self.drop_graphs()
             head.replace(self._current_head())
             self._reserve_straddling(head.max_rows)
-            self._logprob_inputs = None
+            self.logprob_inputs = None
             if head.table is not table:
                 self.table_file = None
             self._fingerprint = fingerprint
@@ -159,11 +160,11 @@ class HeadState:
     def wanted(self, asked: AskedLogprobs, num_rows: int) -> WantedLogprobs:
         """The logprobs that a step of ``num_rows`` rows, padding included, asks the head for, with scratch for them:
         what graphs read is at one place."""
-        inputs = self._logprob_inputs
+        inputs = self.logprob_inputs
         if inputs is None or inputs.max_rows < num_rows:
             # No more than it takes: the logits of 512 rows are 150 MB, which a server may not have.
             rows = next_power_of_2(max(num_rows, FIRST_LOGPROB_ROWS))
-            inputs = self._logprob_inputs = LogprobInputs(rows, self.head.lm_head.weight.device)
+            inputs = self.logprob_inputs = LogprobInputs(rows, self.head.lm_head.weight.device)
             if self.exchange is None:  # ranks have reserved it: one that finds no memory would leave the others alone
                 self.head.reserve_logprobs(rows)
         return inputs.load(asked, num_rows)

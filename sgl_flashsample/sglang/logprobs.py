@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import struct
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -17,7 +18,11 @@ import torch
 from ..kernels.top_logprobs import width_of
 from ..logprobs import Logprobs, WantedLogprobs
 
+# The values of a row: a part of ``PackedLogprobs``, the row there, and how many of its values, from the first on.
+Place = tuple[int, int, int]
 _LEAST_IDS = 8  # places for given ids, of which there are powers of two
+# Lists of LogitsProcessorOutput with an entry per row, in the order of ``PackedLogprobs.parts``.
+_LISTS = ("next_token_top_logprobs_idx", "next_token_top_logprobs_val", "next_token_token_ids_logprobs_val")
 
 
 class LogprobLayout(NamedTuple):
@@ -95,13 +100,21 @@ class AskedLogprobs:
         if not (self.top or self.ids):
             return
         rows = read.clone() if keeps_tensors else HostCopy(read)
-        if self.top:
-            for place, name in enumerate(("next_token_top_logprobs_idx", "next_token_top_logprobs_val")):
-                self._fill(logits_output, name, rows.rows_of(place, self.top))
+        for name, places in self._lists:
+            self._fill(logits_output, name, rows.rows_at(places))
         if self.ids:
-            lengths = [0 if ids is None else len(ids) for ids in self.ids]
-            self._fill(logits_output, "next_token_token_ids_logprobs_val", rows.rows_of(2, lengths))
             logits_output.next_token_token_ids_logprobs_idx = [[] if one is None else one for one in self.ids]
+
+    @functools.cached_property
+    def _lists(self) -> list[tuple[str, list[Place]]]:
+        """The lists to be filled, by name, and where the values of each row are."""
+        lengths = self.top, self.top, [0 if ids is None else len(ids) for ids in self.ids]
+        parts = enumerate(zip(_LISTS, lengths, strict=True))
+        return [
+            (name, list(zip(itertools.repeat(part), itertools.count(), of_rows)))
+            for part, (name, of_rows) in parts
+            if of_rows
+        ]
 
     def _fill(self, logits_output: Any, name: str, values: list) -> None:
         """Set the list of this name, but for the rows of SGLang's sampler."""
@@ -156,20 +169,19 @@ class PackedLogprobs(NamedTuple):
         floats = (part.view(torch.float32).view(self.rows, -1) if len(part) else part for part in (logprobs, of_ids))
         return (ids.view(torch.int64).view(self.rows, -1) if len(ids) else ids, *floats)  # type: ignore[return-value]
 
-    def rows_of(self, place: int, lengths: Sequence[int]) -> list[torch.Tensor]:
-        """The first values of each row of a part: entries of SGLang's lists."""
-        part = self.parts()[place]
-        return [part[row, :length] for row, length in enumerate(lengths)]
+    def rows_at(self, places: Sequence[Place]) -> list[torch.Tensor]:
+        """Entries of SGLang's lists."""
+        parts = self.parts()
+        return [parts[part][row, :length] for part, row, length in places]
 
 
 class HostCopy:
     """The values of a step on their way to the host, copied on the current stream."""
 
     def __init__(self, read: PackedLogprobs) -> None:
-        on_gpu = read.data.is_cuda
-        data = torch.empty(len(read.data), dtype=torch.uint8, pin_memory=on_gpu)
-        self._read = read._replace(data=data.copy_(read.data, non_blocking=True))
-        self._arrived = torch.cuda.Event() if on_gpu else None
+        self._shape = read.rows, read.top, read.ids
+        self._data = read.data.to("cpu", non_blocking=True, copy=True)  # from a GPU, into pinned memory
+        self._arrived = torch.cuda.Event() if read.data.is_cuda else None
         if self._arrived is not None:
             self._arrived.record()
 
@@ -182,28 +194,27 @@ class HostCopy:
         """
         if self._arrived is not None:
             self._arrived.synchronize()
-        parts, at, data = [], 0, self._read.data.numpy().data
-        for row in (f"={self._read.top}q", f"={self._read.top}f", f"={self._read.ids}f"):
-            end = at + self._read.rows * struct.calcsize(row)
+        rows, top, ids = self._shape
+        parts, at, data = [], 0, self._data.numpy().data
+        for row in (f"={top}q", f"={top}f", f"={ids}f"):
+            end = at + rows * struct.calcsize(row)
             parts.append(list(struct.iter_unpack(row, data[at:end])) if end > at else [])
             at = end
         return tuple(parts)
 
-    def rows_of(self, place: int, lengths: Sequence[int]) -> list[HostRow]:
-        """The first values of each row of a part: entries of SGLang's lists."""
-        return [HostRow(self, place, row, length) for row, length in enumerate(lengths)]
+    def rows_at(self, places: Sequence[Place]) -> list[HostRow]:
+        """Entries of SGLang's lists, made without a call of Python for each."""
+        return list(map(HostRow, zip(itertools.repeat(self), places)))
 
 
-class HostRow(NamedTuple):
-    """The first values of one row. An entry of SGLang's lists."""
+class HostRow(tuple[HostCopy, Place]):
+    """The values of one row. An entry of SGLang's lists."""
 
-    copy: HostCopy
-    place: int
-    row: int
-    length: int
+    __slots__ = ()
 
     def tolist(self) -> tuple:
-        return self.copy.rows[self.place][self.row][: self.length]
+        copy, (part, row, length) = self
+        return copy.rows[part][row][:length]
 
 
 class LogprobInputs:
@@ -215,18 +226,20 @@ class LogprobInputs:
         self._counts = torch.zeros(max_rows, dtype=torch.int32, device=device)
         self._temperatures = torch.ones(max_rows, dtype=torch.float32, device=device)
         self._ids: dict[int, torch.Tensor] = {}  # [max_rows, m], by m
-        self._loaded: tuple[AskedLogprobs | None, int] = (None, 0)
+        self._loaded: tuple[AskedLogprobs | None, int, WantedLogprobs] = (None, 0, WantedLogprobs())
 
     def load(self, asked: AskedLogprobs, num_rows: int) -> WantedLogprobs:
         """Bring what a step of ``num_rows`` rows asks for to its place, on the current stream; rows behind those of the
         batch ask for nothing."""
-        layout, (loaded, rows) = asked.layout, self._loaded
+        layout, (loaded, rows, wanted) = asked.layout, self._loaded
+        if asked is loaded and num_rows == rows:
+            return wanted
         ids = None
         if layout.ids:
             ids = self._ids.get(layout.ids)
             if ids is None:
                 ids = self._ids[layout.ids] = torch.full((self.max_rows, layout.ids), -1, device=self._device)
-        if not (rows == num_rows and (asked is loaded or asked.same_as(loaded))):
+        if not (rows == num_rows and asked.same_as(loaded)):
             fused = [row not in asked.native for row in range(num_rows)]
             if layout.top:
                 counts = [n if here else 0 for n, here in zip(asked.top, fused, strict=False)]
@@ -237,14 +250,15 @@ class LogprobInputs:
                 self._copy(ids, [line + [-1] * (layout.ids - len(line)) for line in lines])
             if asked.temperatures is not None:
                 self._temperatures[: len(asked.temperatures)].copy_(asked.temperatures)
-            self._loaded = asked, num_rows
-        return WantedLogprobs(
+        wanted = WantedLogprobs(
             layout.top,
             self._counts[:num_rows] if layout.top else None,
             None if ids is None else ids[:num_rows],
             layout.original,
             self._temperatures[:num_rows] if layout.tempered else None,
         )
+        self._loaded = asked, num_rows, wanted
+        return wanted
 
     def _copy(self, to: torch.Tensor, values: list) -> None:
         source = torch.tensor(values, dtype=to.dtype, pin_memory=to.is_cuda)

@@ -89,25 +89,32 @@ class FlashSampler(Sampler):
         **kwargs: Any,
     ) -> torch.Tensor:
         started, runtime = time.perf_counter(), self.runtime
-        asks_for_more = return_logprob and (
-            runtime.settings.original_logprobs
-            or any(top_logprobs_nums or ())
-            or (token_ids_logprobs and token_ids_logprobs.count(None) != len(token_ids_logprobs))
-        )
         sees_every_step = runtime.settings.report_path or runtime.token_counts is not None
         leaves_grammars = runtime.no_grammars_reason is not None and sampling_info.grammars
-        if not (asks_for_more or kwargs or sees_every_step or leaves_grammars or runtime.inactive_reason):
-            lazy = logits_output.next_token_logits
+        if not (kwargs or sees_every_step or leaves_grammars or runtime.inactive_reason):
+            lazy, original = logits_output.next_token_logits, runtime.settings.original_logprobs
             try:
-                drawn = replayed(started, lazy, sampling_info, positions, return_logprob)
+                found = replayed(
+                    started,
+                    lazy,
+                    sampling_info,
+                    positions,
+                    return_logprob,
+                    top_logprobs_nums,
+                    token_ids_logprobs,
+                    original,
+                )
             except (GrammarError, torch.OutOfMemoryError):  # the way below meets it as well, and knows what to do
-                drawn = None
+                found = None
             except Exception as error:  # a request must not fail because a path cannot serve it
                 runtime.disable(f"{type(error).__name__}: {error}")
-                drawn = None
-            if drawn is not None:
+                found = None
+            if found is not None:
+                drawn, asked = found
                 if return_logprob:
                     logits_output.next_token_logprobs = drawn.logprobs
+                    if asked is not None and drawn.rest is not None:
+                        asked.deliver(drawn.rest, logits_output, keeps_tensors=lazy.source.copies_tokens)
                 batch = getattr(sampling_info, BATCH_ATTRIBUTE)
                 if batch.mix.edits:
                     started += time_of_sglang.take()
@@ -124,7 +131,7 @@ class FlashSampler(Sampler):
         preprocess = vars(logits_output).pop(PREPROCESS_ATTRIBUTE, None)
         drawn = vars(logits_output).pop(DRAWN_ATTRIBUTE, None)
         if drawn is not None:
-            return self._drawn_with_ranks(drawn, call, bool(asks_for_more), kwargs, started)
+            return self._drawn_with_ranks(drawn, call, kwargs, started)
         num_rows = logits_output.next_token_logits.shape[0]
         if num_rows == 0 and not return_logprob:  # a rank of DP attention without requests
             return torch.empty(0, dtype=torch.int64, device=logits_output.next_token_logits.device)
@@ -142,12 +149,15 @@ class FlashSampler(Sampler):
         self.runtime.count(logits_output, batch, routing, token_ids, started)
         return token_ids
 
-    def _drawn_with_ranks(
-        self, drawn: Drawn, call: Call, asks_for_more: bool, extra: dict[str, Any], started: float
-    ) -> torch.Tensor:
+    def _drawn_with_ranks(self, drawn: Drawn, call: Call, extra: dict[str, Any], started: float) -> torch.Tensor:
         """The tokens of a step that all ranks have drawn together. Raises RankError for a call that asks for what they
         did not agree on."""
         output, info, batch = call.logits_output, call.sampling_info, batch_of(call.sampling_info)
+        asks_for_more = call.return_logprob and (
+            self.runtime.settings.original_logprobs
+            or any(call.top_logprobs_nums or ())
+            or any(ids is not None for ids in call.token_ids_logprobs or ())
+        )
         unknown = asks_for_more or any(value is not None for value in extra.values()) or any(info.grammars or ())
         if unknown or (call.return_logprob and drawn.logprobs is None):
             self.runtime.stay_with_ranks("a step that is drawn already asks for more than the ranks agreed on")
@@ -215,9 +225,7 @@ class FlashSampler(Sampler):
             asked = None
             if call.return_logprob:
                 original = runtime.settings.original_logprobs
-                # Original logprobs are at temperature 1 in every row, wherever it has another.
-                tempered = batch.mix.has_other_logprobs and not original
-                temperatures = call.sampling_info.temperatures if tempered else None
+                temperatures = batch.temperatures(call.sampling_info, original)
                 asked = routing.asked(call.top_logprobs_nums, call.token_ids_logprobs, original, temperatures)
             drawn = draw(lazy, Step(batch, slots, call.positions, edits, call.return_logprob, asked=asked))
         except GrammarError as error:  # its rows are SGLang's from the next step on

@@ -242,7 +242,7 @@ class StepGraphs:
 
     ready: graphs that can be replayed without another look, the table of requests that they read, and the layout of
     their edits, None without any; by the place of the hidden states (of a prefill, the number of its rows), the kinds
-    of rows and whether the tokens' logprobs are computed.
+    of rows and the logprobs that are computed, as ``find`` is told them.
 
     For these workspaces and buffers, and the head, table and screen that they were made with. is_prepared: all graphs
     that are to be captured ahead are there. num_bytes: device memory that these took.

@@ -105,12 +105,13 @@ class ScheduleBatch:
         self.req_pool_indices = self.req_pool_indices_cpu.to(device)
 
 
-def sampling_info(batch: ScheduleBatch) -> Any:
-    """SGLang's SamplingBatchInfo of the batch, with our ``Batch``, as in a server whose hooks landed."""
+def sampling_info(batch: ScheduleBatch, table: RowTable | None = None) -> Any:
+    """SGLang's SamplingBatchInfo of the batch, with our ``Batch``, as in a server whose hooks landed. table: of its
+    requests; one of their own where None."""
     from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
     info = SamplingBatchInfo.from_schedule_batch(batch, VOCAB)
-    slots, table = batch.req_pool_indices_cpu.tolist(), RowTable(batch.device)
+    slots, table = batch.req_pool_indices_cpu.tolist(), RowTable(batch.device) if table is None else table
     setattr(info, BATCH_ATTRIBUTE, Batch.of_requests(batch.reqs, slots, table, 1, True))
     setattr(info, SLOTS_ATTRIBUTE, batch.req_pool_indices)
     grammars = [request.grammar for request in batch.reqs]
@@ -182,9 +183,9 @@ class ModelRunner:
 
 class SteadyServer:
     """A server that draws the same batch step by step, as the first rows of one of SGLang's CUDA graphs. rows: the
-    sampling parameters of each request, or other arguments of ``request``. paths, logprobs: what served each row of the
-    last step, and the logprobs of its tokens. padded: rows of the graph, where these are more. captured: whether there
-    is a graph."""
+    sampling parameters of each request, or other arguments of ``request``. paths, logprobs, output: what served each
+    row of the last step, the logprobs of its tokens, and its LogitsProcessorOutput. padded: rows of the graph, where
+    these are more. captured: whether there is a graph."""
 
     captured = True
 
@@ -196,22 +197,23 @@ class SteadyServer:
         self.paths: list[str] = []
         self.logprobs: torch.Tensor | None = None
         self.hidden = hidden_states(device, max(padded, len(rows)), dtype=state.head.lm_head.weight.dtype)
-        self.positions = torch.arange(len(self.hidden), device=device)
+        self.positions, self.table = torch.arange(len(self.hidden), device=device), RowTable(device)
         self.take(rows)
 
     def take(self, rows: Sequence[dict]) -> None:
         """Draw another batch, of as many rows as the graph has, or fewer."""
         requests = [request(**{"rid": f"r{place}", **row}) for place, row in enumerate(rows)]
         self._batch = ScheduleBatch(requests, self.device)
-        self.info = sampling_info(self._batch)
+        self.info = sampling_info(self._batch, self.table)
 
-    def step(self, return_logprob: bool = False) -> list[int]:
+    def step(self, return_logprob: bool = False, top: list | None = None, ids: list | None = None) -> list[int]:
         self.positions += 1
         captured, rows = self.hidden if self.captured else None, len(self.info)
         lazy = LazyLogits(self.hidden, VOCAB, self.state, self._logits, captured)[:rows]
-        tokens, output = self.runner.sample(lazy, self.info, return_logprob, positions=self.positions[:rows])
+        positions = self.positions[:rows]
+        tokens, output = self.runner.sample(lazy, self.info, return_logprob, top, ids, positions)
         self.paths = (output.customized_info or {}).get("flashsample_path", [])
-        self.logprobs = output.next_token_logprobs
+        self.logprobs, self.output = output.next_token_logprobs, output
         return tokens.tolist()
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:

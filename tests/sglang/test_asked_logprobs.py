@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import sys
 import types
+from collections.abc import Callable
 from itertools import compress
 
 import pytest
 import torch
 from head_states import CPU, VOCAB, CountingCapture, hidden_states, make_batch, make_state, step_of
-from sglang_batches import for_forward, request
+from sglang_batches import SteadyServer, for_forward, request
 
 from sgl_flashsample.kernels.top_logprobs import TopLogprobs
 from sgl_flashsample.logprobs import Logprobs
+from sgl_flashsample.sglang import draw as draw_module
+from sgl_flashsample.sglang import step_graphs
 from sgl_flashsample.sglang.draw import draw
+from sgl_flashsample.sglang.head import GraphInputs
 from sgl_flashsample.sglang.lazy_logits import LazyLogits
 from sgl_flashsample.sglang.logprobs import AskedLogprobs, HostCopy, LogprobInputs, PackedLogprobs
 
@@ -242,6 +247,123 @@ def test_steps_with_these_logprobs_of_other_layouts_have_graphs_of_their_own(scr
     assert state.graphs.count == 8 and state.counts.replayed >= 12
 
 
+ROWS = [{"temperature": 1.5, "sampling_seed": 1}, {"temperature": 0.5, "sampling_seed": 2}, {"temperature": 0}]
+TEMPERED = {"temperature": 0.5, "top_k": 1}  # greedy
+BIASED = {"temperature": 1.0, "logit_bias": {"17": 300.0}}
+SETTLED = 4  # steps until both graphs of a kind can be replayed, where patience is short
+
+
+class Asking:
+    """A server that replays and one without graphs. Each step is compared. top, ids: as SGLang has them, the same lists
+    while its batch does not change."""
+
+    def __init__(self, script, rows=ROWS, original: bool = False) -> None:
+        states = make_state(CPU, capture=CountingCapture(), script=script), make_state(CPU, script=script)
+        self.replaying, self.launching = (SteadyServer(CPU, state, rows, 4) for state in states)
+        self.replaying.state.inputs = GraphInputs(self.replaying.positions, torch.arange(1, 5))
+        for server in (self.replaying, self.launching):
+            runtime = server.runtime
+            runtime.settings = dataclasses.replace(runtime.settings, report_path=False, original_logprobs=original)
+        self.top, self.ids = [3, 0, 8], [[7], None, [4, 9]]
+        self._route, self._routed = self.replaying.sampler._route, 0
+        self.replaying.sampler._route = self._counted
+
+    def _counted(self, *arguments):
+        self._routed += 1
+        return self._route(*arguments)
+
+    def take(self, rows, top=None, ids=None) -> None:
+        """Another batch, with the lists that SGLang makes for it."""
+        for server in (self.replaying, self.launching):
+            server.take(rows)
+        self.top, self.ids = list(top or self.top), list(ids or self.ids)
+
+    def step(self) -> bool:
+        """One step of both servers, which must give the same. Whether it took the short way."""
+        before, servers = self._routed, (self.replaying, self.launching)
+        got, want = (server.step(True, self.top, self.ids) for server in servers)
+        assert got == want
+        torch.testing.assert_close(self.replaying.logprobs, self.launching.logprobs, rtol=0, atol=1e-5)
+        for name in (*LISTS, "next_token_token_ids_logprobs_idx"):
+            mine, theirs = ([list_of(one) for one in getattr(server.output, name) or ()] for server in servers)
+            assert list(map(pytest.approx, theirs)) == mine, name
+        return self._routed == before
+
+
+def list_of(values) -> list:
+    return list(values if isinstance(values, list) else values.tolist())
+
+
+@pytest.fixture
+def asking(one_rank, script, monkeypatch) -> Callable[..., Asking]:
+    monkeypatch.setattr(step_graphs, "PATIENCE", 1)
+    monkeypatch.setattr(draw_module, "FULL_STEP_SECONDS", 1000.0)
+    return lambda *arguments: Asking(script, *arguments)
+
+
+@pytest.mark.parametrize("rows", [ROWS, [TEMPERED, *ROWS[1:]]], ids=["sampled", "a greedy row with a temperature"])
+@pytest.mark.parametrize("original", [False, True], ids=["at temperature", "original"])
+@pytest.mark.parametrize(
+    "top, ids", [(TOP[1:], IDS[1:]), (TOP[1:], [None] * 3), ([0] * 3, IDS[1:]), ([0] * 3, [None] * 3)]
+)
+def test_a_step_whose_batch_is_as_before_takes_the_short_way(asking, monkeypatch, rows, original, top, ids):
+    servers = asking(rows, original)
+    servers.take(rows, top, ids)
+    for _ in range(SETTLED):
+        servers.step()
+    monkeypatch.setattr(draw_module, "routing_of", lambda *arguments: pytest.fail("decided once more"))
+    assert [servers.step() for _ in range(4)] == [True] * 4
+
+
+def lists(top=None, ids=None) -> Callable[[Asking], None]:
+    """The same batch, of which SGLang has other lists."""
+    return lambda servers: vars(servers).update(top=top or servers.top, ids=ids or servers.ids)
+
+
+def another_temperature(servers: Asking) -> None:
+    servers.take([TEMPERED, *ROWS[1:]])
+    for _ in range(SETTLED):
+        servers.step()
+    servers.take([TEMPERED | {"temperature": 3.0}, *ROWS[1:]])
+
+
+# Whether a step after the change takes the short way: the first, and the last of some.
+CHANGES: dict[str, tuple[Callable[[Asking], None], bool, bool]] = {
+    "a row less": (lambda servers: servers.take(ROWS[1:], [0, 8], [None, [4, 9]]), True, True),
+    "a row more": (lambda servers: servers.take([*ROWS, ROWS[0]], [3, 0, 8, 2], [[7], None, [4, 9], [1]]), True, True),
+    "rows that ask for less than others before them": (lambda servers: servers.take(ROWS, [0, 0, 1]), True, True),
+    "another k": (lists([1, 7, 2]), True, True),
+    "other ids": (lists(None, [None, [8, 9, 10], [3]]), True, True),
+    "a k of another layout": (lists([3, 0, 40]), False, True),
+    "ids of another layout": (lists(None, [[7], None, [*range(20)]]), False, True),
+    "a k beyond the kernels": (lists([3, 0, 200]), False, False),
+    "ids beyond the kernels": (lists(None, [[7], None, [*range(300)]]), False, False),
+    "the logprobs of tokens alone": (lists([0] * 3, [None] * 3), False, True),
+    "a greedy row with a temperature": (lambda servers: servers.take([TEMPERED, *ROWS[1:]]), False, True),
+    "another temperature of a greedy row": (another_temperature, True, True),
+    "a bias": (
+        lambda servers: servers.take([*ROWS, BIASED], [3, 0, 8, 2], [[7], None, [4, 9], [1, 17]]),
+        False,
+        True,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_changed_batch_is_decided_anew(asking, name):
+    """And is replayed at once where its size and kind have graphs already."""
+    change, first, last = CHANGES[name]
+    servers = asking()
+    for _ in range(SETTLED):
+        servers.step()
+    assert servers.step()
+    change(servers)
+    short = [servers.step() for _ in range(SETTLED + 2)]
+    assert (short[0], short[-1]) == (first, last)
+    servers.take(ROWS, [3, 0, 8], [[7], None, [4, 9]])
+    assert servers.step(), "the graphs of before are still there"
+
+
 def test_values_are_those_of_the_step_also_when_the_next_one_has_overwritten_them():
     read = packed(
         torch.tensor([[-1.0, -2.0], [-3.0, -4.0]]), torch.tensor([[5, 6], [7, 8]]), torch.tensor([[0.5], [0.25]])
@@ -252,6 +374,7 @@ def test_values_are_those_of_the_step_also_when_the_next_one_has_overwritten_the
 
 
 def test_the_garbage_collector_forgets_the_values_that_sglang_keeps():
-    kept = [row.tolist() for row in HostCopy(packed(-torch.rand(4, 8), torch.arange(32).view(4, 8))).rows_of(1, TOP)]
+    copied = HostCopy(packed(-torch.rand(4, 8), torch.arange(32).view(4, 8)))
+    kept = [row.tolist() for row in copied.rows_at([(1, row, length) for row, length in enumerate(TOP)])]
     gc.collect()
     assert [len(values) for values in kept] == [0, 3, 8, 1] and not any(map(gc.is_tracked, kept))
