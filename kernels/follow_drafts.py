@@ -50,11 +50,15 @@ def follow_drafts_kernel(
     while goes_on:
         token = tl.load(drawn_ptr + base + node)
         child = tl.load(first_child_ptr + base + node)
-        draft = tl.load(drafts_ptr + base + child, mask=child >= 0, other=-1)
-        while (child >= 0) & (draft != token):
+        exists = (child >= 0) & (child < num_nodes)
+        draft = tl.load(drafts_ptr + base + child, mask=exists, other=-1)
+        siblings = 1  # bounded, for tables in which siblings form a circle
+        while exists & (draft != token) & (siblings < num_nodes):
             child = tl.load(next_sibling_ptr + base + child)
-            draft = tl.load(drafts_ptr + base + child, mask=child >= 0, other=-1)
-        goes_on = child >= 0
+            exists = (child >= 0) & (child < num_nodes)
+            draft = tl.load(drafts_ptr + base + child, mask=exists, other=-1)
+            siblings += 1
+        goes_on = exists & (draft == token)
         if goes_on:
             tl.store(path + length, (base + child).to(tl.int32))
             node = child
@@ -74,7 +78,8 @@ def follow_drafts(
 ) -> Accepted:
     """The path of accepted drafts of each row. drawn: ``[B, D]`` int64, the token drawn at each node. drafts:
     ``[B, D]`` int64, the token of each node. first_child, next_sibling: ``[B, D]`` int64, nodes of the same row, -1 for
-    none; no node comes twice. max_path: the most nodes of a path; of the whole tree when None.
+    none, as is a number that is no node; of a node that comes twice, the path is any one. max_path: the most nodes of
+    a path; of the whole tree when None.
 
     Raises ValueError for another shape, dtype, layout or device.
     """

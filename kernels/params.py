@@ -545,6 +545,8 @@ class LMHead:
             )
         if weight.stride(1) != 1 or weight.stride(0) < weight.shape[1]:
             raise ValueError(f"weight has strides {weight.stride()}; expected rows that are contiguous")
+        if weight.numel() and not weight.is_meta and not weight.data_ptr():
+            raise ValueError("weight has no memory; expected a plain tensor, neither sharded (DTensor) nor freed")
         if weight.dtype is torch.float8_e4m3fn:
             scale = _row_scale(scale, weight)
             hidden_dtype = torch.bfloat16 if hidden_dtype is None else hidden_dtype

@@ -38,7 +38,7 @@ def log_mass_of(largest, log_total, inv_temperature):
     temperature, relative to its largest logit."""
     product = mul_rn(largest, inv_temperature)
     high = tl.where(largest > float("-inf"), tl.minimum(tl.maximum(product, -LIMIT), LIMIT), largest)
-    low = tl.where(product == high, log_total + tl.fma(largest, inv_temperature, -product), 0.0)
+    low = log_total + tl.where(product == high, tl.fma(largest, inv_temperature, -product), 0.0)
     return high, tl.where(largest > float("-inf"), low, 0.0)
 
 

@@ -149,11 +149,19 @@ def argmax(hidden: torch.Tensor, lm_head: torch.Tensor | LMHead | Head) -> torch
     the same shapes has compiled the kernels; synchronises in the first call on a device and in the first whose rows
     outnumber the cached zeros, but never in one that is captured.
 
-    Raises ValueError for a tensor of the wrong shape, dtype or device.
+    Raises ValueError for a tensor of the wrong shape, dtype or device, and for a shard of a head.
     """
     check_rows("hidden", hidden)
-    params = _greedy_params_for(hidden.shape[0], hidden.device)
-    return sample(hidden, lm_head, params).token_ids
+    head = _whole("argmax", lm_head)
+    return head.draw(hidden, _greedy_params_for(hidden.shape[0], hidden.device)).token_ids
+
+
+def _whole(function: str, lm_head: torch.Tensor | LMHead | Head) -> Head:
+    """Raises ValueError for a shard: its tokens mean something beside those of the others alone."""
+    head = lm_head if isinstance(lm_head, Head) else Head(lm_head)
+    if head.lm_head.shards > 1:
+        raise ValueError(f"lm_head is one of {head.lm_head.shards} shards; {function} expects a whole vocabulary")
+    return head
 
 
 class DraftTree(NamedTuple):
@@ -225,7 +233,7 @@ def verify(
 
     Args:
         hidden: ``[B, D, H]``, contiguous, the head's dtype and device: the final hidden state after each node's token.
-        lm_head: as in ``sample``.
+        lm_head: as in ``sample``; a whole vocabulary.
         draft_tokens: ``[B, D]`` int64, the token of each node. That of node 0, the last known token, is not looked at.
         params: one value per row; position is that of the token which the root draws, and a node d levels below draws
             that of d positions later. A mask of ``edits`` has a row per row, or one per node (``B * D``).
@@ -234,7 +242,8 @@ def verify(
         path: as in ``sample``, for batches of ``B * D`` rows.
 
     Raises:
-        ValueError: as ``sample``, and for drafts or a tree of another shape.
+        ValueError: as ``sample``, for drafts or a tree of another shape, and for a shard of a head. Numbers in a tree
+        are not checked, as they are on the device: one that is no node counts as -1.
     """
     if not isinstance(hidden, torch.Tensor) or hidden.dim() != 3 or hidden.shape[1] == 0:
         given = tuple(hidden.shape) if isinstance(hidden, torch.Tensor) else f"a {type(hidden).__name__}"
@@ -255,9 +264,10 @@ def verify(
         if column.dtype != torch.int64 or column.device != hidden.device:
             raise ValueError(f"tree.{name} is {column.dtype} on {column.device}; expected int64 on {hidden.device}")
     first_child, next_sibling, depth = (column.expand(shape).contiguous() for column in tree)
+    head = _whole("verify", lm_head)
     params = params.repeated(num_nodes)
     params = dataclasses.replace(params, position=params.position + depth.reshape(-1))
-    drawn = sample(hidden.flatten(0, 1), lm_head, params, return_logprob=return_logprob, path=path)
+    drawn = head.draw(hidden.flatten(0, 1), params, return_logprob=return_logprob, path=path)
     token_ids = drawn.token_ids.view(shape)
     follow = follow_drafts_on_cpu if draws_in_host_memory(hidden.device) else follow_drafts
     nodes, num_tokens = follow(token_ids, draft_tokens.contiguous(), first_child, next_sibling)

@@ -89,9 +89,10 @@ class _Block:
     def log_mass(self) -> torch.Tensor:
         """``[b, 2]`` float32, as in ``SampleOutput``."""
         mass = self.largest.double() / self.temperature + self.log_total
-        mass = torch.where(self.largest > float("-inf"), mass.clamp(-LARGEST_LOGIT, LARGEST_LOGIT), self.largest)
-        high = mass.float()
-        return torch.cat([high, torch.where(high > float("-inf"), mass - high, 0.0).float()], 1)
+        has_token = self.largest > float("-inf")
+        high = torch.where(has_token, mass.clamp(-LARGEST_LOGIT, LARGEST_LOGIT), self.largest).float()
+        low = torch.where(mass.abs() < LARGEST_LOGIT, mass - high, self.log_total)
+        return torch.cat([high, torch.where(has_token, low, 0.0).float()], 1)
 
     def top(self, k: int, counts: torch.Tensor | None) -> TopLogprobs:
         """The ``k`` largest logits of each row, of equal ones the smaller ids. counts: ``[b]``, ids of each row."""

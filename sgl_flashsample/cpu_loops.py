@@ -707,7 +707,9 @@ def _draw_row(
     if want_mass:
         log_mass = float(largest) / temperature + math.log(total) if total > 0 else -math.inf
         log_masses[b, 0] = min(max(log_mass, -float(_LIMIT)), float(_LIMIT)) if total > 0 else log_mass
-        log_masses[b, 1] = log_mass - float(log_masses[b, 0]) if abs(log_mass) < float(_LIMIT) else 0.0
+        log_masses[b, 1] = math.log(total) if total > 0 else 0.0  # as it is beyond the limit
+        if abs(log_mass) < float(_LIMIT):
+            log_masses[b, 1] = log_mass - float(log_masses[b, 0])
         # In a row without a token this is NaN.
         logprobs[b] = (float(logit) - float(largest)) / temperature - (math.log(total) if total > 0 else 0.0)
 

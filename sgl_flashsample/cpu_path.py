@@ -170,9 +170,13 @@ def follow_drafts_on_cpu(
     num_tokens = torch.ones(num_rows, dtype=torch.int32)
     for place in range(1, num_nodes):
         token, child = drawn[row, node], first_child[row, node]  # where a path has ended, none fits again
-        while bool((others := (child >= 0) & (drafts[row, child.clamp(min=0)] != token)).any()):
-            child = torch.where(others, next_sibling[row, child.clamp(min=0)], child)
-        goes_on = child >= 0
+        for _ in range(num_nodes):  # bounded, for tables in which siblings form a circle
+            exists = (child >= 0) & (child < num_nodes)
+            others = exists & (drafts[row, torch.where(exists, child, 0)] != token)
+            if not others.any():
+                break
+            child = torch.where(others, next_sibling[row, torch.where(exists, child, 0)], child)
+        goes_on = exists & ~others
         nodes[:, place] = torch.where(goes_on, row * num_nodes + child, -1)
         node = torch.where(goes_on, child, node)
         num_tokens += goes_on

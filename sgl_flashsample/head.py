@@ -357,7 +357,7 @@ class Head:
     def _spec_of_rows(self, vocab_size: int | None) -> LogitsSpec:
         lm_head = self._parts.lm_head
         size = vocab_size or lm_head.spec.total_ids or lm_head.vocab_size
-        return LogitsSpec(size, 0, lm_head.logit_scale, lm_head.softcap)
+        return LogitsSpec(size, 0, lm_head.logit_scale, lm_head.softcap, logits_dtype=lm_head.rounding)
 
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """``hidden @ weight.T``, ``[B, V]``, padding included, before scale, softcap and edits: in ``out``, else in
@@ -414,7 +414,7 @@ class Head:
         own."""
         self._parts = self._parts._replace(lm_head=lm_head)
         if HeadTraits.of(lm_head) != self.table.traits:
-            self.table = default_table(lm_head)
+            self.table, self._logprob_scratch, self._rows_scratch = default_table(lm_head), None, None
             if self.max_rows:
                 self.grow(self.max_rows)
 

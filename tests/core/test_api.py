@@ -145,6 +145,8 @@ def test_argmax_names_arguments_that_do_not_fit(device):
     case = example(device, ALL)
     with pytest.raises(ValueError, match="hidden is"):
         argmax(case.hidden[:, 1:], case.head)
+    with pytest.raises(ValueError, match="lm_head is one of 2 shards; argmax expects a whole vocabulary"):
+        argmax(case.hidden, LMHead(case.head.weight, shards=2))
 
 
 def test_logits_may_be_of_any_dtype_at_any_place_and_of_a_shard(device):

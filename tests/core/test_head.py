@@ -22,9 +22,19 @@ from core_examples import (
     example,
     table_of,
 )
-from kernel_cases import limits, take
+from kernel_cases import limits, make_case, take
 
-from sgl_flashsample import Head, LMHead, SamplingPath, WantedLogprobs, paths, sample, sample_from_logits, selfcheck
+from sgl_flashsample import (
+    BatchParams,
+    Head,
+    LMHead,
+    SamplingPath,
+    WantedLogprobs,
+    paths,
+    sample,
+    sample_from_logits,
+    selfcheck,
+)
 from sgl_flashsample.defaults import HeadTraits, default_config_on
 from sgl_flashsample.dispatch import DENSE_ROWS, DispatchTable, default_table
 from sgl_flashsample.kernels.config import ScreenConfig, TileConfig
@@ -106,6 +116,28 @@ def test_another_weight_of_the_same_shape_keeps_the_table_and_one_of_another_sha
     head.replace(other.head)
     assert head.table is default_table(other.head)
     assert_reference(head.draw(other.hidden, other.params).token_ids, other)
+
+
+def test_a_head_of_another_shape_has_logprobs_in_scratch_of_its_own(device):
+    case, other = example(device), make_case(2, 81, device)
+    head = Head(case.head, max_rows=ROWS)
+    head.reserve_logprobs(ROWS)
+    head.reserve_rows(ROWS, VOCAB)
+    head.replace(other.head)
+    _, found = head.draw_with_logprobs(other.hidden, other.params, WantedLogprobs(2))
+    _, want = Head(other.head).draw_with_logprobs(other.hidden, other.params, WantedLogprobs(2))
+    assert torch.equal(found.top.logprobs, want.top.logprobs)
+    assert_reference(head.draw_from_logits(other.raw, other.params).token_ids, other)
+
+
+def test_whole_rows_of_logits_are_rounded_as_the_head_rounds_them(device):
+    weight, hidden = torch.randn(515, 32, device=device), torch.randn(64, 32, device=device)
+    head = Head(LMHead(weight, logits_dtype=torch.bfloat16))
+    params = BatchParams(torch.zeros(64, device=device), *torch.zeros(2, 64, dtype=torch.int64, device=device))
+    logits = hidden @ weight.T
+    rounded = logits.bfloat16()
+    assert (rounded.argmax(1) != logits.argmax(1)).any(), "or this tests nothing"
+    assert head.draw_from_logits(logits, params).token_ids.tolist() == rounded.float().argmax(1).tolist()
 
 
 def test_a_rank_draws_whole_rows_of_logits_with_the_scale_and_the_softcap_of_its_head(device):

@@ -4,6 +4,7 @@ token is another because of them."""
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import pytest
 import torch
@@ -147,6 +148,21 @@ def test_an_empty_list_of_ids_has_no_logprobs(place, original):
     assert_drawn(case, wanted)
     tokens = case.params.seed % 131
     assert Head(case.head).logprobs_of(case.hidden, tokens, wanted).of_ids.shape == (3, 0)
+
+
+@pytest.mark.parametrize("wanted", [WantedLogprobs(), WantedLogprobs(3)], ids=["token", "top"])
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+def test_ids_whose_logits_are_infinite_share_the_mass(place, temperature, wanted):
+    case = make_case(4, 131, place)
+    logits = case.hidden @ case.head.weight.T
+    logits[:, [5, 50, 120]] = float("inf")
+    params = dataclasses.replace(case.params, temperature=torch.full((4,), temperature, device=place))
+    drawn, found = Head(case.head).draw_from_logits_with_logprobs(logits, params, wanted)
+    third = torch.full((4,), -math.log(3.0), device=place)
+    torch.testing.assert_close(found.of_tokens, third)
+    torch.testing.assert_close(drawn.log_mass[:, 1], math.log(3.0) * torch.ones(4, device=place))
+    if wanted.top:
+        torch.testing.assert_close(found.top.logprobs, third[:, None].expand(4, 3))
 
 
 def test_a_vocabulary_may_have_fewer_ids_than_are_wanted(place):

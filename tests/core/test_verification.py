@@ -193,6 +193,7 @@ def test_a_batch_without_rows_gains_nothing(model, device):
         ({"params": BatchParams([1.0, 1.0], *torch.zeros(2, 2).long())}, "temperature is a list; expected a tensor"),
         ({"params": BatchParams(torch.ones(2), *torch.zeros(2, 2).long(), 5)}, "truncation is a int; expected Trunc"),
         ({"tree": DraftTree([1], [2], [3])}, "tree.first_child is a list; expected an int64 tensor"),
+        ({"lm_head": LMHead(torch.zeros(96, 64), shards=2)}, "lm_head is one of 2 shards; verify expects a whole"),
         (
             {"tree": DraftTree(*torch.zeros(3, 3).int())},
             "tree.first_child is torch.int32 on cpu; expected int64 on cpu",
@@ -203,7 +204,7 @@ def test_wrong_arguments_are_named(changed, message):
     params = BatchParams(torch.ones(2), *torch.zeros(2, 2).long())
     right = {"hidden": torch.zeros(2, 3, 64), "draft_tokens": torch.zeros(2, 3).long(), "params": params}
     with pytest.raises(ValueError, match=message):
-        verify(lm_head=torch.zeros(100, 64), **right | changed)
+        verify(**{"lm_head": torch.zeros(100, 64)} | right | changed)
 
 
 @pytest.mark.parametrize(

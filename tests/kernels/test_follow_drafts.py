@@ -60,6 +60,19 @@ def test_a_path_ends_at_the_most_nodes_that_it_may_have(device):
         assert got.num_tokens.tolist() == [most] and got.nodes.tolist() == [list(range(most))]
 
 
+@pytest.mark.parametrize("where", ["kernel", "host memory"])
+@pytest.mark.parametrize(
+    "first, following",
+    [([1, NONE, NONE, NONE], [NONE, 2, 1, NONE]), ([4, 7, -9, 3], [NONE] * 4), ([1, NONE, NONE, NONE], [0, 5, 5, 5])],
+    ids=["siblings in a circle", "children that are none", "siblings that are none"],
+)
+def test_tables_that_are_no_tree_end_the_path(device, where, first, following):
+    place, follow = (device, follow_drafts) if where == "kernel" else (torch.device("cpu"), follow_drafts_on_cpu)
+    drawn, drafts = torch.full((1, 4), 5, device=place), torch.arange(4, device=place)[None]
+    got = follow(drawn, drafts, *(torch.tensor([table], device=place) for table in (first, following)))
+    assert got.num_tokens.tolist() == [1] and got.nodes.tolist() == [[0, NONE, NONE, NONE]]
+
+
 def test_of_siblings_with_the_same_draft_the_first_is_taken(device):
     first, following = (table[None].to(device) for table in tree_of([NONE, 0, 0, 1, 2]))
     drawn = torch.tensor([[5, 6, 6, 0, 0]], device=device)

@@ -29,6 +29,13 @@ SCREEN = ScreenConfig(16, 64, 32, 4, 2)
 CPU = torch.device("cpu")
 
 
+def without_memory() -> torch.Tensor:
+    """A weight whose memory was given back, as FSDP does between two passes."""
+    weight = torch.zeros(10, 16)
+    weight.untyped_storage().resize_(0)
+    return weight
+
+
 @pytest.mark.parametrize(
     "options, message",
     [
@@ -45,6 +52,7 @@ CPU = torch.device("cpu")
         ({"spec": 10}, "spec is a int; expected a LogitsSpec or None"),
         ({"weight": torch.zeros(10, 4, 2)}, r"weight is \(10, 4, 2\) .*; expected \[V, D\]"),
         ({"weight": torch.zeros(16, 10).T}, "weight has strides .*; expected rows that are contiguous"),
+        ({"weight": without_memory()}, "weight has no memory; expected a plain tensor, neither sharded"),
         (
             {"weight": torch.zeros(10, 4, dtype=torch.int8)},
             "weight is .*int8; expected .* bfloat16, float16 or float32",
