@@ -3,8 +3,8 @@ SGLang does to the logits before it samples.
 
 SGLang's batch-level flags are sticky: after one request with top-p has joined, ``need_top_p_sampling`` stays set until
 the batch is empty, and a greedy request (top_k 1) sets ``need_top_k_sampling`` for all. So what matters is kept per row
-and follows the batch through its filters and merges: one byte per row on the host. A step then looks at the kinds that
-a batch has, not at its rows.
+and follows the batch through its filters and merges: one character per row on the host. A step then looks at the kinds
+that a batch has, not at its rows.
 """
 
 from __future__ import annotations
@@ -135,31 +135,37 @@ def _mix_of(kinds: frozenset[int]) -> Mix:
     return mix
 
 
+def _count(kinds: str, counted: tuple[int, ...]) -> int:
+    """The rows whose kinds have these ids."""
+    return sum(kinds.count(chr(kind)) for kind in counted)
+
+
 class Batch:
-    """One batch. kinds: the kind of each row, an id of ``row_table.ROWS``. table: where the parameters of its requests
+    """One batch. kinds: the kind of each row, the character with the number of its id in ``row_table.ROWS``: texts are
+    cut, joined and counted fast. table: where the parameters of its requests
     are. num_truncated: rows with top-k, top-p or min-p. Nothing changes it: a forward keeps the batch that it was
     routed with."""
 
-    def __init__(self, kinds: bytes, table: RowTable, mix: Mix | None = None, num_truncated: int | None = None) -> None:
+    def __init__(self, kinds: str, table: RowTable, mix: Mix | None = None, num_truncated: int | None = None) -> None:
         """mix, num_truncated: where the caller knows them."""
         self.kinds, self.table = kinds, table
-        self.mix = mix = _mix_of(frozenset(kinds)) if mix is None else mix
-        self.num_truncated = sum(map(kinds.count, mix.truncated)) if num_truncated is None else num_truncated
+        self.mix = mix = _mix_of(frozenset(map(ord, set(kinds)))) if mix is None else mix
+        self.num_truncated = _count(kinds, mix.truncated) if num_truncated is None else num_truncated
 
     def __len__(self) -> int:
         return len(self.kinds)
 
     @property
     def rows(self) -> tuple[Row, ...]:
-        return tuple(ROWS[kind] for kind in self.kinds)
+        return tuple(ROWS[ord(kind)] for kind in self.kinds)
 
     def row(self, place: int) -> Row:
-        return ROWS[self.kinds[place]]
+        return ROWS[ord(self.kinds[place])]
 
     @functools.cached_property
     def num_masked(self) -> int:
         """How many rows have a grammar."""
-        return sum(map(self.kinds.count, self.mix.masked))
+        return _count(self.kinds, self.mix.masked)
 
     @functools.cached_property
     def logprob_reasons(self) -> tuple[Reason | None, ...]:
@@ -210,8 +216,8 @@ class Batch:
         if num_rows and len(self.mix.kinds) == 1:
             return Batch(self.kinds[:num_rows], self.table, self.mix, num_rows if self.num_truncated else 0)
         if num_rows < 2:  # an itemgetter of one index returns no tuple
-            return Batch(bytes(self.kinds[index] for index in indices), self.table)
-        return Batch(bytes(operator.itemgetter(*indices)(self.kinds)), self.table)
+            return Batch("".join(self.kinds[index] for index in indices), self.table)
+        return Batch("".join(operator.itemgetter(*indices)(self.kinds)), self.table)
 
     def followed_by(self, other: Batch) -> Batch:
         mix = self.mix if self.mix is other.mix else _mix_of(self.mix.kinds | other.mix.kinds)

@@ -164,9 +164,9 @@ class HeadState:
         if inputs is None or inputs.max_rows < num_rows:
             # No more than it takes: the logits of 512 rows are 150 MB, which a server may not have.
             rows = next_power_of_2(max(num_rows, FIRST_LOGPROB_ROWS))
-            inputs = self.logprob_inputs = LogprobInputs(rows, self.head.lm_head.weight.device)
             if self.exchange is None:  # ranks have reserved it: one that finds no memory would leave the others alone
                 self.head.reserve_logprobs(rows)
+            inputs = self.logprob_inputs = LogprobInputs(rows, self.head.lm_head.weight.device)
         return inputs.load(asked, num_rows)
 
     def drop_graphs(self) -> None:

@@ -12,6 +12,7 @@ code that hands memory to C asks for first.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -37,7 +38,8 @@ class LazyLogits(torch.Tensor):
     prefills: bool
     _compute: Callable[[torch.Tensor], torch.Tensor]
     computed: torch.Tensor | None = None
-    _first: dict[Any, LazyLogits] | None = None
+    _first: dict[Any, LazyLogits] | None = None  # by number of rows, none of them computed
+    _forget: Callable[[], Any] | None = None  # takes this one out of the ``_first`` of another
 
     @staticmethod
     def __new__(
@@ -61,6 +63,8 @@ class LazyLogits(torch.Tensor):
         """The logits, computed at the first call."""
         if self.computed is None:
             self.computed = self._compute(self.hidden)
+            if self._forget is not None:
+                self._forget()  # else they would stay for as long as the graph does
         return self.computed
 
     def logits_of(self, rows: torch.Tensor) -> torch.Tensor:
@@ -86,8 +90,9 @@ class LazyLogits(torch.Tensor):
         if self._first is None:
             self._first = {}
         first = self._first.get(stop)
-        if first is None or first.computed is not None:
+        if first is None:
             first = self._first[stop] = self._of_hidden(self.hidden[:stop], self.captured)
+            first._forget = functools.partial(self._first.pop, stop, None)
         return first
 
     def _of_hidden(self, hidden: torch.Tensor, captured: torch.Tensor | None = None) -> LazyLogits:

@@ -89,7 +89,6 @@ class Metrics:
         if self._fused_batches:
             batches, rows = self._new.get(_FUSED, (0, 0))
             self._new[_FUSED] = [batches + self._fused_batches, rows + self._fused_rows]
-            self._fused_batches = self._fused_rows = 0
         self._unlogged = self._unlogged or bool(self._new)
         for (path, reason), (batches, rows) in self._new.items():
             self._batches[path, reason] += batches
@@ -114,13 +113,19 @@ class Metrics:
                     bucket.inc(count - before)
             exported.host_seconds._sum.inc(sum(times))
             exported.scheduling_seconds.inc(self.scheduling_seconds)
-        self._new, self._new_truncated, self.scheduling_seconds = {}, 0, 0.0
-        self._new_times.clear()
-        now = time.perf_counter()
-        self.next_flush = now + min(FLUSH_SECONDS, self.log_seconds)
+        now = self.drop()
         if self._reports and self._unlogged and now - self._last_log >= self.log_seconds:
             self._last_log, self._unlogged = now, False
             logger.info("flashsample: %s", self.summary())
+
+    def drop(self) -> float:
+        """Forget what was counted since the last ``flush``, and wait for the time of the next one. Returns the time."""
+        self._new, self._new_truncated, self.scheduling_seconds = {}, 0, 0.0
+        self._fused_batches = self._fused_rows = 0
+        self._new_times.clear()
+        now = time.perf_counter()
+        self.next_flush = now + min(FLUSH_SECONDS, self.log_seconds)
+        return now
 
     def is_behind(self, now: float) -> bool:
         """``flush`` has counts to show, in Prometheus or, at ``now``, in the log."""

@@ -40,7 +40,6 @@ TOP_K_OFF = 1 << 30  # SGLang's TOP_K_ALL
 TOP_K_BOUNDS = (64, 128)
 FIRST_SLOTS = 4096  # SGLang's default for the largest number of requests; the table grows where there are more
 QUEUE = 8192  # lines that may be queued until their memory is used again
-MAX_KINDS = 256  # a kind is one byte of a batch
 MAX_FACTS = 4096
 
 
@@ -106,11 +105,9 @@ _KINDS: dict[tuple, int] = {}  # ids by the facts of a request
 
 
 def id_of(row: Row) -> int:
-    """The id of a kind, below ``MAX_KINDS``. A kind beyond these is served as one that cannot be read: by SGLang."""
+    """The id of a kind. There are some hundreds of kinds."""
     kind = _IDS.get(row)
     if kind is None:
-        if len(ROWS) == MAX_KINDS:
-            return _IDS[UNREADABLE]
         kind = _IDS[row] = len(ROWS)
         ROWS.append(row)
     return kind
@@ -227,10 +224,11 @@ def read_requests(
     custom_processors: bool,
     arrivals: Arrivals,
     unreadable: Callable[[Exception], None],
-) -> bytes:
-    """The kinds of SGLang's ``Req`` objects; their lines are queued for ``slots``. A request that cannot be read here,
-    though SGLang serves it, is a row of SGLang's sampler; ``unreadable`` gets the error."""
-    kinds = bytearray()
+) -> str:
+    """The kinds of SGLang's ``Req`` objects, a character each (``batch.Batch``); their lines are queued for ``slots``.
+    A request that cannot be read here, though SGLang serves it, is a row of SGLang's sampler; ``unreadable`` gets the
+    error."""
+    kinds: list[str] = []
     for request, slot in zip(requests, slots, strict=True):
         try:
             seed = arrivals.seed_of(request, server_seed)  # first: it numbers a request that cannot be read as well
@@ -238,11 +236,11 @@ def read_requests(
             row = ROWS[kind]
             temperature = 0.0 if row.greedy else params.temperature
             table.put(slot, (temperature, int(params.top_k), seed, params.top_p, params.min_p, row.edits))
-            kinds.append(kind)
+            kinds.append(chr(kind))
         except Exception as error:
-            kinds.append(id_of(UNREADABLE))  # without a line: nothing that is drawn from it is used
+            kinds.append(chr(id_of(UNREADABLE)))  # without a line: nothing that is drawn from it is used
             unreadable(error)
-    return bytes(kinds)
+    return "".join(kinds)
 
 
 def _kind_of(request: Any, custom_processors: bool) -> int:

@@ -115,7 +115,8 @@ class Runtime:
         self._warned_of_request = False
         self._row_table: RowTable | None = None
         self._model_runner: Any = None
-        self._idle_reads: int | None = 0  # reads of device counters that are left; None after a failure
+        self._idle_reads = 0  # reads of device counters that are left
+        self._misses_counts = False
         self.weights_settled = True
         self.prepares_steps = False  # once it is known that every change of weights is announced
         self.reads_prompts = self.numbers_arrivals = False
@@ -721,14 +722,21 @@ class Runtime:
             self.show_counts()
 
     def show_counts(self) -> None:
-        """Bring the counters of all heads up to date."""
+        """Bring the counters of all heads up to date. A failure, as of a full disk, costs counts and not the server."""
         started = time.perf_counter()
-        for state in self.heads:
-            self.metrics.add_searched(state.newly_searched(self.metrics.read_seconds))
-            self.metrics.add_steps(state.counts)
-            if state.screen is not None:
-                self.metrics.add_screened(state.screen.new_counts(), state.screen.paused)
-        self.metrics.flush()
+        try:
+            for state in self.heads:
+                self.metrics.add_searched(state.newly_searched(self.metrics.read_seconds))
+                self.metrics.add_steps(state.counts)
+                if state.screen is not None:
+                    self.metrics.add_screened(state.screen.new_counts(), state.screen.paused)
+            self.metrics.flush()
+        except Exception as error:
+            self.metrics.drop()
+            if not self._misses_counts:
+                self._misses_counts = True
+                text = "flashsample: counters miss steps, after %s: %s (this line comes once)"
+                logger.warning(text, type(error).__name__, error)
         self.metrics.scheduling_seconds += time.perf_counter() - started
 
     def idle(self) -> None:
@@ -737,18 +745,12 @@ class Runtime:
         # A draw reads the weights, whose memory SGLang may have released.
         if self.prepares_steps and self.weights_settled and self.inactive_reason is None:
             self._prepare_steps()
-        if self._idle_reads is None:
-            return
-        try:
-            now = time.perf_counter()
-            if self.metrics.is_behind(now):
-                self._idle_reads = IDLE_READS
-            if self._idle_reads and now >= self.metrics.next_flush:
-                self._idle_reads -= 1
-                self.show_counts()
-        except Exception as error:  # counters are not worth a server
-            self._idle_reads = None
-            logger.warning("flashsample: counters of an idle server may lag: %s: %s", type(error).__name__, error)
+        now = time.perf_counter()
+        if self.metrics.is_behind(now):
+            self._idle_reads = IDLE_READS
+        if self._idle_reads and now >= self.metrics.next_flush:
+            self._idle_reads -= 1
+            self.show_counts()
 
     def _prepare_steps(self) -> None:
         """Capture the graphs of one size and kind of steps that lack them."""

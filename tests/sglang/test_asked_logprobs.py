@@ -226,6 +226,21 @@ def test_steps_with_these_logprobs_are_replayed_and_get_those_of_launches(script
     assert replaying.counts.replayed >= 4 and replaying.counts.late_captures == 2
 
 
+def test_scratch_that_found_no_memory_is_made_by_a_later_step(script, monkeypatch):
+    state, asked = make_state(CPU, script=script), asked_of([5])
+
+    def full(rows: int) -> None:
+        raise torch.OutOfMemoryError("for a moment")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(state.head, "reserve_logprobs", full)
+        for _ in range(2):
+            with pytest.raises(torch.OutOfMemoryError):
+                state.wanted(asked, 1)
+    state.wanted(asked, 1)
+    assert state.head.logprob_scratch is not None
+
+
 def test_room_for_logprobs_grows_with_the_batches_that_ask_for_them(script):
     state, asked = make_state(CPU, script=script), asked_of([5])
     state.captured[512] = hidden_states(CPU, 512)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import weakref
 
 import numpy as np
 import pytest
@@ -66,6 +67,17 @@ def test_the_first_rows_know_the_states_of_the_captured_graph_and_other_rows_do_
     for index in (slice(1, 4), slice(3, None), slice(-5, None), slice(-2, None)):
         assert lazy[index].captured is None and lazy[index][:1].captured is None
     assert LazyLogits(hidden, 50, "source", compute)[:2].captured is None, "no graph has them"
+
+
+def test_a_graph_keeps_the_logits_of_no_step(hidden, compute):
+    """Batches come in many sizes, and their logits are hundreds of kilobytes per row."""
+    captured, computed = LazyLogits(hidden, 50, "source", compute, hidden), []
+    for size in (1, 2, 3, 2, 1):
+        step = captured[:size]
+        assert captured[:size] is step, "until they are computed, those of the next step are the same"
+        computed.append(weakref.ref(step.dense()))
+        del step
+    assert [logits() for logits in computed] == [None] * 5 and compute.calls == 5
 
 
 def test_the_first_rows_of_a_graph_are_one_tensor_until_someone_reads_them(hidden, compute):

@@ -696,13 +696,21 @@ def test_the_log_line_of_an_idle_server_comes_at_its_interval_and_once(server_co
     assert lines == ["flashsample: since the start: fused 1 rows in 1 batches"]
 
 
-def test_a_failure_while_idle_costs_the_counters_and_not_the_server(server_config, caplog):
+def test_counters_that_cannot_be_written_cost_counts_and_no_step(server_config, monkeypatch, clock, caplog):
     runtime = Runtime(None)
-    runtime.metrics = None
-    for _ in range(3):
-        runtime.idle()
+    flush, broken = runtime.metrics.flush, OSError(28, "No space left on device")
+    runtime.metrics.flush = lambda: (_ for _ in ()).throw(broken)
+    for show in (runtime.show_counts, runtime.idle) * 2:
+        clock[0] += 100.0
+        runtime.metrics.add_fused(3, 0, clock[0])
+        show()
+        assert not runtime.metrics.is_behind(clock[0]), "what could not be shown is forgotten"
     (line,) = [record.message for record in caplog.records]
-    assert line.startswith("flashsample: counters of an idle server may lag: AttributeError: ")
+    assert line.startswith("flashsample: counters miss steps, after OSError: [Errno 28] No space left on device")
+    runtime.metrics.flush = flush
+    runtime.metrics.add_fused(5, 0, clock[0])
+    runtime.show_counts()
+    assert runtime.metrics.summary().startswith("since the start: fused 5 rows in 1 batches")
 
 
 @pytest.fixture
