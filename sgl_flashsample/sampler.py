@@ -123,7 +123,9 @@ class Sampler:
     unmeasured: a weight of less than 250 MB is faster without one.
 
     head: an ``LMHead``, or its ``[V, D]`` weight. The next call sees a weight that is replaced or written to, and draws
-    without the screen until ``sampler.head.screen.rebuild(sampler.head.lm_head)``. max_rows: rows of the largest batch
+    without the screen until ``sampler.head.screen.rebuild(sampler.head.lm_head)``. A screen does not notice writes
+    through ``.data``, as by ``weight.data.copy_(new)``, by a replayed CUDA graph or by another library: rebuild it
+    after each, or its tokens are wrong. max_rows: rows of the largest batch
     that scratch is made for at first; a larger batch makes it anew. seed: an int64, for rows without a seed of their
     own; drawn from the system where None. tuned: the file of a tuned table, instead of the one that fits. Several
     threads may call it, on one stream of the device.
