@@ -24,12 +24,16 @@ m: the bound's products and sums are float32 themselves, 3 * 2**-24 of it: m = 2
 
 from __future__ import annotations
 
+import functools
+import threading
+import weakref
 from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .config import GROUP_SIZE, ScreenConfig, cdiv
@@ -94,8 +98,9 @@ class Int8Head:
     def is_stale(self, head: LMHead) -> bool:
         """Whether ``head`` is known to be another than this was built from: another tensor, or written to since.
 
-        Writes through ``.data`` or by another library leave no trace, nor does any write to a tensor that was made
-        under ``torch.inference_mode()``: whoever updates weights that way rebuilds.
+        Writes through ``.data``, by a replayed CUDA graph or by another library leave no trace, nor does any write to a
+        tensor that was made under ``torch.inference_mode()``, optimizers' steps apart: whoever updates weights that way
+        rebuilds.
         """
         return not self._built_from.is_of(head.weight)
 
@@ -126,24 +131,57 @@ class Int8Head:
 
 
 class _WeightState:
-    """The memory of a weight, and PyTorch's count of the writes to it. Keeps no memory alive.
+    """The memory of a weight, PyTorch's count of the writes to it, and whether an optimizer has made a step since.
+    Keeps no memory alive.
 
     An address and a count of writes are not enough: a freed weight's successor often has both. The weak reference keeps
-    the identity of the storage, not its memory, from being used again.
+    the identity of the storage, not its memory, from being used again. Fused optimizers do not count their writes.
     """
 
     def __init__(self, weight: torch.Tensor) -> None:
         self._storage = StorageWeakRef(weight.untyped_storage())
         self._address, self._version = weight.data_ptr(), _version_of(weight)
+        self._stepped = False
+        _watch_optimizers()
+        with _states_lock:
+            _states.add(self)
+
+    def note_step(self, storages: set[int]) -> None:
+        """An optimizer makes a step, with parameters in these storages."""
+        self._stepped |= self._storage.cdata in storages
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _WeightState:
         """The same: a copy of ``StorageWeakRef`` would let go of a count that it never took."""
         return self
 
     def is_of(self, weight: torch.Tensor) -> bool:
-        if weight.data_ptr() != self._address or _version_of(weight) != self._version:
+        if self._stepped or weight.data_ptr() != self._address or _version_of(weight) != self._version:
             return False
         return weight.untyped_storage()._cdata == self._storage.cdata
+
+
+_states: weakref.WeakSet[_WeightState] = weakref.WeakSet()
+_states_lock = threading.Lock()  # a set that grows cannot be iterated over
+
+
+@functools.cache
+def _watch_optimizers() -> None:
+    register_optimizer_step_pre_hook(_note_step)  # a step that fails has written, too
+    register_optimizer_step_post_hook(_note_step)  # a copy may be built in the step's closure
+
+
+def _note_step(optimizer: Optimizer, *_: Any) -> None:
+    """Tell all states which storages ``optimizer`` writes to: those of any view of them count."""
+    with _states_lock:
+        states = list(_states)
+    if not states:
+        return
+    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    written = (one for one in parameters if one.requires_grad or one.grad is not None)  # the others are frozen
+    local = (one.to_local() if hasattr(one, "to_local") else one for one in written)  # of a DTensor
+    storages = {one.untyped_storage()._cdata for one in local if one.layout is torch.strided}
+    for state in states:
+        state.note_step(storages)
 
 
 def _version_of(weight: torch.Tensor) -> int | None:

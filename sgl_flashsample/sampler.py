@@ -24,12 +24,18 @@ _OFF: dict[str, Callable[[float], bool]] = {
 }
 
 
-def _numbers(value: Any) -> list:
+def _numbers(value: Any) -> Sequence:
     """The numbers of a parameter; of a tensor, that they are not known."""
     if isinstance(value, torch.Tensor):
         return [_UNKNOWN]
+    value = _fixed(value)
+    return value if isinstance(value, tuple) else [value]
+
+
+def _fixed(value: Any) -> Any:
+    """A tuple of Python's numbers for a sequence or an array, which may change later; else as ``_plain``."""
     value = _plain(value)
-    return [*map(_plain, value)] if isinstance(value, Sequence) and not isinstance(value, str) else [value]
+    return tuple(map(_plain, value)) if isinstance(value, Sequence) and not isinstance(value, str) else value
 
 
 def _plain(value: Any) -> Any:
@@ -51,8 +57,8 @@ def _is_int64(number: Any) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class SamplingParams:
-    """Parameters of the rows of a batch: each is one number for all rows, a sequence with one per row, or a ``[B]``
-    tensor.
+    """Parameters of the rows of a batch: each is one number for all rows, a sequence with one per row, kept as a tuple,
+    or a ``[B]`` tensor, whose numbers are those that it has when it is drawn with.
 
     temperature: 0 is greedy, else 1e-6 to 1e30. top_k: that many tokens; 0 or less is off. top_p: in (0, 1], 1 is off.
     min_p: in [0, 1], 0 is off. What each allows is in ``Truncation``. seed: any int64; of one number, the rows get it
@@ -69,6 +75,8 @@ class SamplingParams:
     seed: int | Sequence[int] | torch.Tensor | None = None
 
     def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            object.__setattr__(self, field.name, _fixed(getattr(self, field.name)))
         for name, valid, expected in (
             (
                 "temperature",
@@ -104,9 +112,11 @@ _DEFAULT = SamplingParams()
 
 
 class _Rows(NamedTuple):
-    """The tensors made of ``params``, ``[B]`` each."""
+    """The tensors made of ``params``, ``[B]`` each. stay: they have the numbers of ``params`` also at the next call: of
+    its tensors, none was copied."""
 
     params: SamplingParams
+    stay: bool
     temperature: torch.Tensor
     seed: torch.Tensor
     truncation: Truncation | None
@@ -123,7 +133,9 @@ class Sampler:
     unmeasured: a weight of less than 250 MB is faster without one.
 
     head: an ``LMHead``, or its ``[V, D]`` weight. The next call sees a weight that is replaced or written to, and draws
-    without the screen until ``sampler.head.screen.rebuild(sampler.head.lm_head)``. max_rows: rows of the largest batch
+    without the screen until ``sampler.head.screen.rebuild(sampler.head.lm_head)``. A screen does not notice writes
+    through ``.data``, as by ``weight.data.copy_(new)``, by a replayed CUDA graph or by another library: rebuild it
+    after each, or its tokens are wrong. max_rows: rows of the largest batch
     that scratch is made for at first; a larger batch makes it anew. seed: an int64, for rows without a seed of their
     own; drawn from the system where None. tuned: the file of a tuned table, instead of the one that fits. Several
     threads may call it, on one stream of the device.
@@ -192,9 +204,9 @@ class Sampler:
     ) -> SampleOutput | LogprobOutput:
         """One token per row of ``hidden``, ``[B, D]`` in the head's dtype.
 
-        params: temperature 1 for all where None; the tensors of the last object are kept. position: of each token in
-        its sequence, so that a seed gives the same tokens again; the number of calls so far where None. edits,
-        return_logprob, logprobs: as for ``api.sample``.
+        params: temperature 1 for all where None; what is made of the last object's numbers is kept for calls with the
+        same object. position: of each token in its sequence, so that a seed gives the same tokens again; the number of
+        calls so far where None. edits, return_logprob, logprobs: as for ``api.sample``.
 
         Raises ValueError for an argument of another type, shape, dtype or device.
         """
@@ -210,7 +222,7 @@ class Sampler:
                 self.head.lm_head.check(hidden)
                 self.head.grow(num_rows)
             rows = self._rows
-            if rows is None or rows.params is not params or len(rows.seed) != num_rows:
+            if rows is None or rows.params is not params or len(rows.seed) != num_rows or not rows.stay:
                 rows = self._rows = self._rows_of(params, num_rows)
             if position is None:
                 position = self.calls
@@ -227,7 +239,9 @@ class Sampler:
         seed = _plain(self.seed if params.seed is None else params.seed)
         if isinstance(seed, int):
             seed = [(seed + row + 2**63) % 2**64 - 2**63 for row in range(num_rows)]
-        truncation = None
+        temperature = _tensor("temperature", params.temperature, num_rows, torch.float32, device)
+        seeds = _tensor("seed", seed, num_rows, torch.int64, device)
+        made, truncation = [(params.temperature, temperature), (params.seed, seeds)], None
         if params.truncates:
             truncation = Truncation(
                 _tensor("top_k", params.top_k, num_rows, torch.int32, device),
@@ -235,12 +249,9 @@ class Sampler:
                 _tensor("min_p", params.min_p, num_rows, torch.float32, device),
                 params.max_top_k,
             )
-        return _Rows(
-            params,
-            _tensor("temperature", params.temperature, num_rows, torch.float32, device),
-            _tensor("seed", seed, num_rows, torch.int64, device),
-            truncation,
-        )
+            made += [(getattr(params, name), getattr(truncation, name)) for name in _OFF]
+        stay = all(tensor is given or not isinstance(given, torch.Tensor) for given, tensor in made)
+        return _Rows(params, stay, temperature, seeds, truncation)
 
 
 def _tensor(name: str, value: Any, num_rows: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

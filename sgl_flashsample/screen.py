@@ -26,8 +26,9 @@ class Screen:
 
     It holds half the bytes of a 2-byte head on the head's device, allocated when it is made, and takes moments to
     build. While it is not a copy of what the head holds now, it serves nothing and batches are drawn without it:
-    ``invalidate`` before a weight is written to, ``rebuild`` after it. PyTorch's own writes, and another weight in the
-    head's place, are noticed without that; writes through ``.data`` or by another library are not.
+    ``invalidate`` before a weight is written to, ``rebuild`` after it. PyTorch's own writes, steps of its optimizers
+    and of classes derived from them, and another weight in the head's place, are noticed without that; writes through
+    ``.data``, by a replayed CUDA graph or by another library are not.
 
     max_rows: rows of the largest batch that it has scratch for. announces_writes: the caller invalidates before every
     write to the weight; needed for weights that were made under ``torch.inference_mode()``, whose writes PyTorch does

@@ -103,9 +103,49 @@ def test_custom_generate_is_greedy_and_ends_as_generate_does(model, ids, modules
     assert torch.equal(got, want) and not torch.equal(want, free)
 
 
-def test_custom_generate_refuses_what_it_does_not_serve(model, ids, modules_folder):
-    with pytest.raises(ValueError, match="beams, several sequences per prompt and logits processors are not served"):
-        model.generate(ids, num_beams=2, **RECIPE)
+def test_custom_generate_penalises_repetition_as_generate_does(model, ids, modules_folder):
+    options = {"max_new_tokens": 8, "do_sample": False}
+    free = model.generate(ids, **options)
+    options |= {"repetition_penalty": 1.5}
+    got = model.generate(ids, **options, attention_mask=torch.ones_like(ids), **RECIPE)
+    assert torch.equal(got, model.generate(ids, **options)) and not torch.equal(got, free)
+
+
+UNSERVED = {
+    "num_beams": 2,
+    "num_return_sequences": 2,
+    "bad_words_ids": [[5]],
+    "no_repeat_ngram_size": 1,
+    "suppress_tokens": [5],
+    "begin_suppress_tokens": [5],
+    "forced_eos_token_id": 0,
+    "typical_p": 0.2,
+    "epsilon_cutoff": 0.1,
+    "sequence_bias": {(5,): -100.0},
+    "min_new_tokens": 5,
+    "guidance_scale": 2.0,
+    "stop_strings": ["."],
+    "return_dict_in_generate": True,
+    "logits_processor": [],
+    "prefix_allowed_tokens_fn": lambda row, ids: [5],
+    "stopping_criteria": [],
+    "attention_mask": torch.tensor([[0, 1, 1], [1, 1, 1]]),
+}
+
+
+@pytest.mark.parametrize("name", UNSERVED)
+def test_custom_generate_refuses_what_it_does_not_serve(model, ids, modules_folder, name):
+    value = UNSERVED[name]
+    value = value.to(ids.device) if isinstance(value, torch.Tensor) else value
+    with pytest.raises(ValueError, match=f"^{name}: not served here; leave them out"):
+        model.generate(ids, max_new_tokens=2, do_sample=True, **{name: value}, **RECIPE)
+
+
+def test_custom_generate_serves_the_options_of_a_model_that_change_nothing(model, ids, modules_folder, monkeypatch):
+    off = {"typical_p": 1.0, "min_new_tokens": 0, "num_beams": 1, "use_cache": True, "bos_token_id": 1}
+    for name, value in off.items():
+        monkeypatch.setattr(model.generation_config, name, value)
+    assert model.generate(ids, max_new_tokens=1, **RECIPE).shape == (2, 4)
 
 
 def test_drafts_give_the_tokens_of_the_plain_loop_in_fewer_passes(model):

@@ -95,6 +95,52 @@ def test_parameters_of_one_call_are_not_those_of_the_next(case):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("sequence", [list, np.array])
+def test_a_sequence_that_changes_changes_no_parameters_that_were_made_of_it(case, sequence):
+    sampler, numbers = Sampler(case.head), sequence([5.0] * len(case.hidden))
+    params = SamplingParams(temperature=numbers, seed=2)
+    want = sampler(case.hidden, params, position=1).token_ids
+    numbers[:] = sequence([0.0] * len(case.hidden))
+    assert torch.equal(sampler(case.hidden, params, position=1).token_ids, want)
+    assert not params.all_greedy
+
+
+CHANGES = {
+    "temperature": (torch.float32, 5.0, 0.0),
+    "seed": (torch.int64, 2, 3),
+    "top_k": (torch.int32, 0, 1),
+    "top_p": (torch.float32, 1.0, 1e-6),
+    "min_p": (torch.float32, 0.0, 1.0),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name, wide", [("temperature", False), *((name, True) for name in CHANGES)])
+def test_a_tensor_that_changes_is_drawn_with_as_it_is_by_then_in_whatever_dtype(case, name, wide):
+    dtype, old, new = CHANGES[name]
+    if wide:
+        dtype = torch.int32 if name == "seed" else torch.int64 if name == "top_k" else torch.float64
+    numbers = {"temperature": 5.0, "seed": [2] * len(case.hidden)}
+    tensor = torch.full((len(case.hidden),), old, dtype=dtype, device=case.hidden.device)
+    sampler, params = Sampler(case.head), SamplingParams(**numbers | {name: tensor})
+    before = sampler(case.hidden, params, position=1).token_ids
+    tensor.fill_(new)
+    after = sampler(case.hidden, params, position=1).token_ids
+    want = Sampler(case.head)(case.hidden, SamplingParams(**numbers | {name: [new] * len(tensor)}), position=1)
+    assert torch.equal(after, want.token_ids) and not torch.equal(after, before)
+
+
+def test_what_is_made_of_numbers_and_of_tensors_that_fit_is_made_once(case, monkeypatch):
+    sampler, made = Sampler(case.head), []
+    monkeypatch.setattr(sampler.head, "draw", lambda hidden, batch, **_: made.append(batch))
+    for seed in (2, [2] * len(case.hidden), rows(case, 2, torch.int64)):
+        params = SamplingParams(temperature=[0.7] * len(case.hidden), top_k=5, seed=seed)
+        first, second = [sampler(case.hidden, params) for _ in range(2)] and made[-2:]
+        assert first.temperature is second.temperature and first.seed is second.seed
+        assert first.truncation is second.truncation
+
+
+@pytest.mark.slow
 def test_a_batch_larger_than_announced_is_drawn_all_the_same(case):
     small, large = Sampler(case.head, max_rows=1, seed=1), Sampler(case.head, max_rows=64, seed=1)
     assert torch.equal(small(case.hidden).token_ids, large(case.hidden).token_ids)

@@ -93,6 +93,79 @@ def test_a_write_is_noticed_and_a_rebuild_serves_again_in_place(device, write):
     assert screen.int8_head.weight.data_ptr() == copy, "captured graphs read it there"
 
 
+FUSED = [torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD]
+
+
+@pytest.mark.parametrize("optimizer", FUSED)
+def test_a_step_of_a_fused_optimizer_is_noticed(device, optimizer):
+    """PyTorch does not count the writes of these."""
+    case = example(device)
+    weight = torch.nn.Parameter(case.head.weight)
+    head = LMHead(weight)
+    screen = Screen(head, ROWS)
+    weight.grad, version = torch.randn_like(weight), weight._version
+    optimizer([weight], lr=0.5, fused=True).step()
+    assert weight._version == version
+    assert_drawn_without(screen, case, head)
+    screen.rebuild(head)
+    assert_drawn_with(screen, case, head)
+
+
+def stepped(*parameters: torch.nn.Parameter) -> None:
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter) if parameter.requires_grad else None
+    torch.optim.AdamW(parameters, lr=0.5, fused=True).step()
+
+
+def test_a_step_is_noticed_by_screens_of_views_twins_and_copies_and_by_no_screen_of_another_weight(device):
+    parameter, other = (torch.nn.Parameter(torch.randn(VOCAB + 16, HIDDEN, device=device)) for _ in range(2))
+    heads = [LMHead(parameter), LMHead(parameter.data), LMHead(parameter[16:].detach())]
+    screens = [Screen(head, ROWS) for head in heads]
+    others = [screens[0].twin(), copy.deepcopy(screens[0])]
+    stepped(other)
+    assert all(screen.serves(head) for screen, head in zip(screens, heads, strict=True))
+    stepped(other, parameter)
+    assert not any(screen.serves(head) for screen, head in zip(screens, heads, strict=True))
+    assert not any(screen.serves(heads[0]) for screen in others)
+
+
+def test_a_frozen_weight_keeps_its_screen_while_the_rest_of_its_model_is_trained(device):
+    frozen = torch.nn.Parameter(torch.randn(VOCAB, HIDDEN, device=device), requires_grad=False)
+    screen = Screen(LMHead(frozen), ROWS)
+    stepped(frozen, torch.nn.Parameter(torch.randn(8, 8, device=device)))
+    assert screen.serves(LMHead(frozen))
+
+
+def test_a_step_that_fails_and_a_step_whose_closure_rebuilds_are_noticed(device):
+    weight = torch.nn.Parameter(torch.randn(VOCAB, HIDDEN, device=device))
+    screen = Screen(LMHead(weight), ROWS)
+    optimizer = torch.optim.SGD([weight], lr=0.5, fused=True)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        optimizer.step(lambda: (_ for _ in ()).throw(RuntimeError("out of memory")))
+    assert not screen.serves(LMHead(weight))
+    weight.grad = torch.ones_like(weight)
+    optimizer.step(lambda: screen.rebuild(LMHead(weight)))
+    assert not screen.serves(LMHead(weight))
+
+
+def test_a_step_is_noticed_by_the_screen_of_the_local_part_of_a_sharded_weight(tmp_path):
+    from torch import distributed
+    from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
+
+    distributed.init_process_group(
+        "gloo", store=distributed.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1
+    )
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        weight = torch.nn.Parameter(distribute_tensor(torch.randn(VOCAB, HIDDEN), mesh, [Shard(0)]))
+        head = LMHead(weight.to_local().detach())
+        screen = Screen(head, ROWS)
+        stepped(weight)
+        assert not screen.serves(head)
+    finally:
+        distributed.destroy_process_group()
+
+
 def test_a_screen_serves_the_heads_of_its_weight_and_no_other(device):
     head = example(device).head
     screen = Screen(head, ROWS)
