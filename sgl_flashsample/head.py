@@ -414,9 +414,14 @@ class Head:
         own."""
         self._parts = self._parts._replace(lm_head=lm_head)
         if HeadTraits.of(lm_head) != self.table.traits:
-            self.table, self._logprob_scratch, self._rows_scratch = default_table(lm_head), None, None
+            rows, logprobs = self._rows_scratch, self._logprob_scratch
+            self.table, self._rows_scratch, self._logprob_scratch = default_table(lm_head), None, None
             if self.max_rows:
                 self.grow(self.max_rows)
+            if rows is not None:
+                self.reserve_rows(rows.rows.max_rows, rows.rows.vocab_size)
+            if logprobs is not None and self._logprob_scratch is None:
+                self.reserve_logprobs(logprobs.rows.max_rows)
 
 
 def check_params(params: BatchParams) -> None:

@@ -87,7 +87,7 @@ def replayed(
         or len(batch.kinds) != num_rows
         or positions.shape[0] != num_rows
         or lazy.computed is not None
-        or state.too_large is not None
+        or (state.too_large is not None and num_rows >= state.too_large)
         or not state.is_current()
     ):
         return None

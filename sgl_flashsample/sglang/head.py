@@ -137,8 +137,9 @@ class HeadState:
             rows = max(num_rows, MAX_COMPILED_ROWS, head.max_rows * 5 // 4, *self.captured)
             head.screen = None  # its scratch is for ``HeadScreen.rows``
             self.drop_graphs()
-            head.grow(rows)
-            self.rows = RowBuffers.allocate(rows, head.lm_head.weight.device)
+            buffers = RowBuffers.allocate(rows, head.lm_head.weight.device)
+            head.grow(rows)  # last, where memory may be lacking: ``max_rows`` says that all of it is there
+            self.rows = buffers
             if self.exchange is not None:
                 head.reserve_rows(cdiv(rows, self.exchange.num_ranks), self.processor.vocab_size)
             self._reserve_straddling(rows)
@@ -166,6 +167,8 @@ class HeadState:
             rows = next_power_of_2(max(num_rows, FIRST_LOGPROB_ROWS))
             if self.exchange is None:  # ranks have reserved it: one that finds no memory would leave the others alone
                 self.head.reserve_logprobs(rows)
+            if inputs is not None and self.graphs is not None:
+                self.graphs.forget_logprobs()
             inputs = self.logprob_inputs = LogprobInputs(rows, self.head.lm_head.weight.device)
         return inputs.load(asked, num_rows)
 
@@ -540,12 +543,9 @@ class HeadState:
 
     def fits(self, num_rows: int) -> bool:
         """No batch of this size or a smaller one has run out of memory in the last ``RETRY_SECONDS``."""
-        if self.too_large is None or num_rows < self.too_large:
-            return True
-        if time.monotonic() < self._too_large_until:
-            return False
-        self.too_large = None
-        return True
+        if self.too_large is not None and time.monotonic() >= self._too_large_until:
+            self.too_large = None
+        return self.too_large is None or num_rows < self.too_large
 
     def out_of_memory(self, num_rows: int) -> None:
         """A batch of ``num_rows`` rows, which ``fits``, found no memory: leave it, and larger ones, to SGLang's sampler

@@ -560,9 +560,12 @@ class Runtime:
         if reason is None:
             state.screen_decision = outcome.words(table)
         rows = table.screened_rows(state.screen.rows, measured=True)
-        if rows:
-            state.screen.fit(rows)
-        else:
+        try:
+            if rows:
+                state.screen.fit(rows)
+        except Exception as error:  # memory: a screen is private to a rank, which goes on with the others without it
+            reason, rows = f"{type(error).__name__}: {error}", 0
+        if not rows:
             state.free_screen()
             state.screen = None
         self._announce_choices(state, resolved, reason or NOT_MEASURED)

@@ -29,6 +29,7 @@ logger = logging.getLogger("sgl_flashsample")
 SLOTS = 2  # graphs per key, replayed in turn
 PATIENCE = 4  # steps with equal keys before one is captured: a capture takes longer than a draw
 RETRY_SECONDS = 300.0  # after a lack of memory or a failed capture, until the next try
+MAX_READY = 1 << 13  # steps that are known without another look, about 3 KB of host memory each
 MAX_PREPARED_BYTES = 100 << 20  # device memory that graphs captured ahead, and those of logits, may take
 
 
@@ -299,8 +300,15 @@ class StepGraphs:
                 return None
             self._counts.late_captures += 1
         elif short is not None and table is not None:
+            if len(self.ready) >= MAX_READY:  # a set of kinds that comes again may have another ``Mix``
+                self.ready.clear()
             self.ready[*short, logprobs] = graphs, table, edits
         return graphs
+
+    def forget_logprobs(self) -> None:
+        """Drop the graphs of steps with more logprobs than the tokens': what these steps ask for will lie elsewhere."""
+        self._graphs = {key: graphs for key, graphs in self._graphs.items() if isinstance(key[-1], bool)}
+        self.ready = {key: ready for key, ready in self.ready.items() if isinstance(key[-1], bool)}
 
     def has(self, hidden: torch.Tensor, kind: DrawKind, table: torch.Tensor | None, staged: bool) -> bool:
         """The graphs of such steps, without edits and logprobs, are there."""
@@ -326,7 +334,7 @@ class StepGraphs:
         staged: bool,
     ) -> KeyedGraphs:
         place = None if table is None else table.data_ptr()
-        key = (hidden.data_ptr(), hidden.shape[0], kind, logprobs, place, edits)
+        key = (hidden.data_ptr(), hidden.shape[0], kind, place, edits, logprobs)
         graphs = self._graphs.get(key)
         if graphs is None:
             batches: list[NextBatch] = []
@@ -352,6 +360,7 @@ class StepGraphs:
         self._off_until = time.monotonic() + RETRY_SECONDS
         self._graphs.clear()
         self.ready.clear()
+        self.is_prepared, self.num_bytes = False, 0
         logger.warning(
             "flashsample: CUDA graphs of the sampling step are off for %d minutes, SGLang's own stay on; same tokens, "
             "more CPU time per step: %s",

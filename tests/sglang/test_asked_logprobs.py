@@ -6,6 +6,7 @@ import dataclasses
 import gc
 import sys
 import types
+import weakref
 from collections.abc import Callable
 from itertools import compress
 
@@ -247,6 +248,22 @@ def test_room_for_logprobs_grows_with_the_batches_that_ask_for_them(script):
     for rows, room in ((2, 64), (64, 64), (65, 128), (3, 128)):
         assert len(state.wanted(asked, rows).counts) == rows
         assert state.head.logprob_scratch.rows.max_rows == room
+
+
+def test_graphs_that_read_what_is_asked_for_elsewhere_go_with_their_scratch(script):
+    """Of a batch that needs more room: the graphs of tokens alone stay."""
+    state, hidden = make_state(CPU, capture=CountingCapture(), script=script), hidden_states(CPU, 4)
+    state.captured[4] = hidden
+    whole = LazyLogits(hidden, VOCAB, state, lambda hidden: pytest.fail("logits"), hidden)
+    batch = make_batch({"temperature": 0}, {"temperature": 0})
+    for asked in (None, asked_of([3, 9])):
+        for _ in range(8):
+            draw(whole[:2], step_of(batch, torch.arange(2), None, True, asked=asked))
+    assert state.graphs.count == 4
+    scratch = weakref.ref(state.head.logprob_scratch.draw)
+    state.wanted(asked_of([5]), 512)
+    gc.collect()
+    assert state.graphs.count == 2 and scratch() is None
 
 
 def test_steps_with_these_logprobs_of_other_layouts_have_graphs_of_their_own(script):

@@ -40,12 +40,13 @@ from sgl_flashsample import __version__, paths, screen_race
 from sgl_flashsample.defaults import HeadTraits
 from sgl_flashsample.dispatch import DispatchTable, default_table
 from sgl_flashsample.kernels.config import ScreenConfig
+from sgl_flashsample.kernels.gather_rows import RowBuffers
 from sgl_flashsample.kernels.params import LMHead
 from sgl_flashsample.kernels.rng import NOISE_ABI
 from sgl_flashsample.kernels.workspace import ScreenCounter
 from sgl_flashsample.kinds import BATCH_KINDS, PLAIN, BatchKind
 from sgl_flashsample.screen import Screen
-from sgl_flashsample.selfcheck import Checked
+from sgl_flashsample.selfcheck import MAX_COMPILED_ROWS, Checked
 from sgl_flashsample.sglang import hooks, metrics, plugin, screen_lifecycle, support, versions
 from sgl_flashsample.sglang import runtime as runtime_module
 from sgl_flashsample.sglang.batch import BATCH_ATTRIBUTE, SLOTS_ATTRIBUTE, Reason, Routing
@@ -1178,6 +1179,39 @@ def test_what_is_not_faster_on_every_rank_is_used_on_none(starting, device, stop
         starting._race_screens([state])
     assert state.screen is None and state.head.table.screened_rows(512) == 0
     assert caplog.records[-1].message.endswith(f"{NO_SCREEN}{reason}")
+
+
+def test_a_rank_that_finds_no_memory_for_a_screen_that_won_goes_on_without_it(
+    starting, device, stopwatch, monkeypatch, caplog
+):
+    """A screen is private: a rank that raised between two questions would leave the others alone."""
+    won = msgspec.to_builtins(screen_race.Outcome((screen_race.Heat("plain", 1, [300.0] * 12, [100.0] * 12),), 0.1))
+    with caplog.at_level(logging.INFO, "sgl_flashsample"):
+        state = starting._prepare(Processor(), make_head(weights(device)), starting=True)
+
+        def full(rows: int) -> None:
+            raise torch.OutOfMemoryError("no memory")
+
+        monkeypatch.setattr(state.screen, "fit", full)
+        starting._settle_screen(state, [won, won])
+    assert state.screen is None and state.head.screen is None
+    assert caplog.records[-1].message.endswith(f"{NO_SCREEN}OutOfMemoryError: no memory")
+
+
+def test_row_buffers_that_found_no_memory_are_made_by_a_later_step(monkeypatch):
+    state = make_state(CPU)
+    state.update(4)
+    more = MAX_COMPILED_ROWS + 1
+
+    def full(*arguments: Any) -> None:
+        raise torch.OutOfMemoryError("no memory")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(RowBuffers, "allocate", full)
+        with pytest.raises(torch.OutOfMemoryError):
+            state.update(more)
+    state.update(more)
+    assert state.rows.capacity >= more and state.head.max_rows >= more
 
 
 def test_ranks_without_a_head_have_no_say_and_learn_the_status_of_the_others(starting, device, stopwatch):

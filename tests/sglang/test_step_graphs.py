@@ -447,8 +447,10 @@ def test_a_failed_capture_gives_the_memory_of_the_graphs_back(clock, edited):
     assert drawing.graphs.count == 2 * SLOTS
     capture.fails = True
     another = edited_step(logprob=True) if edited else make_step(logprob=True)
+    drawing.graphs.is_prepared, drawing.graphs.num_bytes = True, 1 << 20
     drawing.replays(hidden, another, SETTLED)
-    assert drawing.graphs.count == 0
+    assert drawing.graphs.count == drawing.graphs.num_bytes == 0
+    assert not drawing.graphs.is_prepared, "they are captured ahead once more"
 
 
 @pytest.fixture
@@ -861,7 +863,7 @@ NOT_READY: dict[str, Callable[[Moving, Batch], dict[str, Any]]] = {
     "a table that has grown": lambda moving, batch: {BATCH_ATTRIBUTE: moving.batch_in([5000, 1], {}, {})},
     "weights": lambda moving, batch: vars(moving.state.processor).update(logit_scale=0.5) or {},
     "graphs that have gone": lambda moving, batch: setattr(moving.state, "graphs", None) or {},
-    "a lack of memory": lambda moving, batch: moving.state.out_of_memory(99) or {},
+    "a lack of memory": lambda moving, batch: moving.state.out_of_memory(2) or {},
     "a while": lambda moving, batch: setattr(moving.state, "full_step_at", 0.0) or {},
 }
 
@@ -874,6 +876,23 @@ def test_what_may_have_changed_is_looked_at_in_full(moving, name):
     assert replayed(time.perf_counter(), lazy, types.SimpleNamespace(**info), torch.arange(2), False) is not None
     info |= NOT_READY[name](moving, batch) or {}
     assert replayed(time.perf_counter(), lazy, types.SimpleNamespace(**info), torch.arange(2), False) is None
+
+
+def test_smaller_steps_than_one_that_found_no_memory_keep_their_short_way(moving):
+    batch, slots = warm(moving)
+    moving.state.out_of_memory(3)
+    assert moving.step(batch, slots) == "ready"
+
+
+def test_steps_known_without_another_look_are_no_more_than_a_bound(moving, monkeypatch):
+    """Sets of kinds come again as other objects, once there have been too many."""
+    monkeypatch.setattr(step_graphs, "MAX_READY", 3)
+    kinds: list[dict] = [{}, {"temperature": 0}, {"sampling_seed": 1}, {"top_p": 0.5}]
+    batches = [moving.batch_in([3, 1], {}, row) for row in kinds]
+    for _ in range(2):
+        for batch in batches:
+            served = [moving.step(batch, [3, 1]) for _ in range(PATIENCE + SLOTS + 2)]
+            assert served[-1] == "ready" and len(moving.state.graphs.ready) <= 3
 
 
 @pytest.mark.parametrize("name", ["logits that were read", "no graph of SGLang's", "plain logits", "positions"])
