@@ -543,7 +543,7 @@ class LMHead:
                 f"weight is {tuple(weight.shape)} {weight.dtype}; expected [V, D] in bfloat16, float16 or float32, "
                 "or in float8_e4m3fn with a scale"
             )
-        if weight.stride(1) != 1 or weight.stride(0) < weight.shape[1]:
+        if not _has_contiguous_rows(weight):
             raise ValueError(f"weight has strides {weight.stride()}; expected rows that are contiguous")
         if weight.numel() and not weight.is_meta and not weight.data_ptr():
             raise ValueError("weight has no memory; expected a plain tensor, neither sharded (DTensor) nor freed")
@@ -751,6 +751,12 @@ def _place_of(weight: torch.Tensor, scale: torch.Tensor | None) -> tuple:
     """Where ``weight`` and its scale are, and how they lie there."""
     place = None if scale is None else scale.data_ptr()
     return weight.data_ptr(), weight.dtype, weight.shape, weight.stride(), place
+
+
+def _has_contiguous_rows(weight: torch.Tensor) -> bool:
+    """PyTorch gives a dimension of length 1 any stride."""
+    rows, columns = weight.shape
+    return (columns < 2 or weight.stride(1) == 1) and (rows < 2 or weight.stride(0) >= columns)
 
 
 def _row_scale(scale: Any, weight: torch.Tensor) -> torch.Tensor:

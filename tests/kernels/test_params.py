@@ -64,6 +64,11 @@ def test_a_bad_head_is_refused_by_name(options, message):
         LMHead(**({"weight": torch.zeros(10, 4)} | options))
 
 
+@pytest.mark.parametrize("shape, strides", [((1, 16), (1, 1)), ((16, 1), (1, 16))])
+def test_the_stride_of_a_dimension_of_length_one_does_not_matter(shape, strides):
+    assert LMHead(torch.zeros(16).as_strided(shape, strides)).vocab_size == shape[0]
+
+
 E4M3 = torch.zeros(10, 4).to(torch.float8_e4m3fn)
 
 

@@ -515,7 +515,7 @@ def test_a_draft_model_with_some_of_the_targets_ids_draws_with_the_noise_of_thes
     monkeypatch.setattr(own_vocabulary, "MAX_ROWS", 3)
     order = torch.randperm(len(OWN_IDS), generator=torch.Generator().manual_seed(2))
     token_ids = OWN_IDS[order].to(device)
-    lm_head = make_head(weights(device, seed=9)[token_ids])
+    lm_head = make_head(weights(device, seed=9, dtype=torch.float32)[token_ids])
     with caplog.at_level(logging.INFO):
         drafting = server(lm_head=lm_head, vocab_size=told, hot_token_id=token_ids)
     assert drafting.drafts.mode is DraftMode.COUPLED
@@ -543,7 +543,8 @@ def test_a_captured_pass_draws_on_while_batches_grow_and_follows_the_loaded_para
     head, own = CountingHead(device, screened=kind == "screened"), dict[str, Any]()
     if kind == "some of the target's ids":
         ids = OWN_IDS.to(device)
-        own = {"lm_head": make_head(weights(device, seed=9)[ids]), "vocab_size": len(ids), "hot_token_id": ids}
+        weight = weights(device, seed=9, dtype=torch.float32)[ids]
+        own = {"lm_head": make_head(weight), "vocab_size": len(ids), "hot_token_id": ids}
     coupled, states = Server(head, **own), 0.3 * hidden(REQUESTS)
     assert (coupled.drafts._head.screen is not None) == (kind == "screened")
     batch = forward_batch("DECODE", torch.full((REQUESTS,), FIRST, device=device), REQUESTS)
