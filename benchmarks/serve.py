@@ -78,7 +78,7 @@ from sgl_flashsample.tools.samplings import SAMPLINGS, SERVED, Sampling, server_
 from sgl_flashsample.tools.server import Server, ServerError
 
 BATCHES, FAST_BATCHES, FAST_SAMPLINGS = (1, 8, 32, 64), (1, 8, 64), ("t1", "trunc", "greedy")
-LOAD = Load(range(1000, 100_000), seconds=0.0 if DRY_RUN else 0.9)  # one answer at 5 ms per token
+LOAD = Load(range(1000, 100_000), long=100, seconds=0.0 if DRY_RUN else 1.2)  # three answers at 5 ms per token
 HOST_TOKENS, SHORT_ANSWERS = 600, 20  # tokens of a long answer whose host time is taken; number of short answers
 REPEATS = 10
 COMPARED_BATCHES, COMPARED_TOKENS = (1, 8, 16), 64

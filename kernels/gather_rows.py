@@ -24,6 +24,7 @@ import triton
 import triton.language as tl
 
 from .config import cdiv
+from .host_memory import memory_for_graphs
 from .launch import launch
 from .params import BatchParams, LogitEdits, Truncation, check_tensor
 
@@ -401,7 +402,7 @@ class StagedBatch:
     _WORDS = struct.Struct("=7q8x")
 
     def __init__(self, device: torch.device) -> None:
-        self.words = torch.zeros(self._WORDS.size // 8, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self.words = memory_for_graphs(self, self._WORDS.size // 8, torch.int64, device)
         self._bytes = memoryview(self.words.numpy().data).cast("B")
 
     def set(

@@ -201,6 +201,7 @@ def _draw(lazy: LazyLogits, step: Step) -> Drawn:
             table.lines if gathers else None,
             None if needs_more else (num_rows if staged else padded.data_ptr(), mix),
             staged,
+            0 if asked is None else asked.layout.num_bytes(len(padded)),
         )
     if keyed is None:
         gather(state, step, num_rows)

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..kernels.host_memory import memory_for_graphs
 from ..kernels.top_logprobs import width_of
 from ..logprobs import Logprobs, WantedLogprobs
 
@@ -33,6 +34,10 @@ class LogprobLayout(NamedTuple):
     ids: int
     original: bool
     tempered: bool = False
+
+    def num_bytes(self, num_rows: int) -> int:
+        """Of the ``PackedLogprobs`` of so many rows."""
+        return num_rows * (12 * self.top + 4 * self.ids)
 
 
 @dataclasses.dataclass(eq=False)
@@ -127,12 +132,13 @@ class AskedLogprobs:
 
 class PackedLogprobs(NamedTuple):
     """The values of a step in one tensor: ids of the likeliest, their logprobs, logprobs of given ids. data: ``[rows *
-    (12 top + 4 ids)]`` uint8."""
+    (12 top + 4 ids)]`` uint8. block: where a graph has copied them on the host; None where nothing has."""
 
     data: torch.Tensor
     rows: int
     top: int
     ids: int
+    block: HostBlock | None = None
 
     @classmethod
     def of(cls, read: Logprobs) -> PackedLogprobs:
@@ -157,10 +163,10 @@ class PackedLogprobs(NamedTuple):
     def select(self, rows: torch.Tensor) -> PackedLogprobs:
         """The values of these rows, ``[R]`` int64."""
         data = torch.cat([part[rows].reshape(-1).view(torch.uint8) for part in self.parts() if len(part)])
-        return self._replace(data=data, rows=len(rows))
+        return self._replace(data=data, rows=len(rows), block=None)
 
     def clone(self) -> PackedLogprobs:
-        return self._replace(data=self.data.clone())
+        return self._replace(data=self.data.clone(), block=None)
 
     def parts(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Ids ``[rows, top]`` int64, their logprobs, and those of given ids, ``[rows, ids]``, float32 both: views."""
@@ -175,11 +181,40 @@ class PackedLogprobs(NamedTuple):
         return [parts[part][row, :length] for part, row, length in places]
 
 
+class HostBlock:
+    """Host memory into which a graph copies the values of its step. num_bytes: ``LogprobLayout.num_bytes``."""
+
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        self.data = memory_for_graphs(self, num_bytes, torch.uint8, device)
+        self.reader: HostCopy | None = None  # of the values of the last replay, until it has read them
+        self._arrived = torch.cuda.Event() if device.type == "cuda" else None
+
+    def fill(self, read: PackedLogprobs) -> PackedLogprobs:
+        """The launch of the graph that copies the values; the same values with this block."""
+        self.data.copy_(read.data, non_blocking=True)
+        return read._replace(block=self)
+
+    def lend(self, reader: HostCopy) -> torch.cuda.Event | None:
+        """After a replay: ``reader`` reads the values. The event by which they have arrived."""
+        self.reader = reader
+        if self._arrived is not None:
+            self._arrived.record()
+        return self._arrived
+
+    def take_back(self) -> None:
+        """Before the next replay: what has not been read yet is read now."""
+        if self.reader is not None:
+            _ = self.reader.rows
+
+
 class HostCopy:
     """The values of a step on their way to the host, copied on the current stream."""
 
     def __init__(self, read: PackedLogprobs) -> None:
-        self._shape = read.rows, read.top, read.ids
+        self._shape, self._block = (read.rows, read.top, read.ids), read.block
+        if self._block is not None:
+            self._data, self._arrived = self._block.data, self._block.lend(self)
+            return
         self._data = read.data.to("cpu", non_blocking=True, copy=True)  # from a GPU, into pinned memory
         self._arrived = torch.cuda.Event() if read.data.is_cuda else None
         if self._arrived is not None:
@@ -200,6 +235,8 @@ class HostCopy:
             end = at + rows * struct.calcsize(row)
             parts.append(list(struct.iter_unpack(row, data[at:end])) if end > at else [])
             at = end
+        if self._block is not None:
+            self._block.reader = None
         return tuple(parts)
 
     def rows_at(self, places: Sequence[Place]) -> list[HostRow]:

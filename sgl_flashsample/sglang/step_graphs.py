@@ -19,10 +19,11 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from ..kernels.gather_rows import StagedBatch
+from ..kernels.host_memory import memory_for_graphs
 from ..kernels.params import LogitEdits, SampleOutput
 from ..kernels.workspace import Workspace
 from .batch import DrawKind, Mix
-from .logprobs import PackedLogprobs
+from .logprobs import HostBlock, PackedLogprobs
 
 logger = logging.getLogger("sgl_flashsample")
 
@@ -96,7 +97,7 @@ class EditPlaces:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._words = torch.zeros(4, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self._words = memory_for_graphs(self, 4, torch.int64, device)
         self._values = memoryview(self._words.numpy().data)
         self.places = torch.zeros(4, dtype=torch.int64, device=device)
 
@@ -208,10 +209,13 @@ class _Captured(NamedTuple):
 
 class KeyedGraphs:
     """The graphs of one key. copies_tokens: see ``StepGraphs``. batches: where each graph finds its next batch; empty
-    where the launches do not ask. waiting: steps before the next capture. slot: the place of the next graph."""
+    where the launches do not ask. blocks: where each leaves logprobs for the host; empty where there are none. waiting:
+    steps before the next capture. slot: the place of the next graph."""
 
-    def __init__(self, copies_tokens: bool, batches: Sequence[NextBatch] = ()) -> None:
-        self._copies_tokens, self.batches = copies_tokens, batches
+    def __init__(
+        self, copies_tokens: bool, batches: Sequence[NextBatch] = (), blocks: Sequence[HostBlock] = ()
+    ) -> None:
+        self._copies_tokens, self.batches, self.blocks = copies_tokens, batches, blocks
         self.waiting = PATIENCE
         self.captured: list[_Captured] = []
         self.slot = 0
@@ -223,6 +227,8 @@ class KeyedGraphs:
 
     def replay_next(self, num_rows: int) -> Drawn:
         captured = self.captured[self.slot]
+        if self.blocks:
+            self.blocks[self.slot].take_back()
         self.slot = (self.slot + 1) % SLOTS
         captured.graph.replay()
         drawn = captured.first.get(num_rows)
@@ -284,14 +290,16 @@ class StepGraphs:
         table: torch.Tensor | None = None,
         short: tuple[int, Mix] | None = None,
         staged: bool = False,
+        host_bytes: int = 0,
     ) -> KeyedGraphs | None:
         """The graphs to replay, after a capture where one is due; None where the caller has to launch the step. draw:
         makes the launches that a graph captures, of all P rows. Without ``copies_tokens``, the tokens stay until
         ``SLOTS`` steps later. edits: their layout, None without any. logprobs: which of them the launches compute.
         table: what these gather the parameters from; None where the caller has gathered them. short: the first two
         parts of the key by which the next steps like this one find them ``ready``. staged: the launches bring the
-        batch, which ``KeyedGraphs.next_batch`` has to be told before each replay, to ``hidden``."""
-        graphs = self._graphs_of(hidden, kind, edits, logprobs, table, staged)
+        batch, which ``KeyedGraphs.next_batch`` has to be told before each replay, to ``hidden``. host_bytes: of the
+        logprobs beside those of the tokens."""
+        graphs = self._graphs_of(hidden, kind, edits, logprobs, table, staged, host_bytes)
         if graphs.waiting:
             graphs.waiting -= 1
             return None
@@ -332,6 +340,7 @@ class StepGraphs:
         logprobs: Hashable,
         table: torch.Tensor | None,
         staged: bool,
+        host_bytes: int = 0,
     ) -> KeyedGraphs:
         place = None if table is None else table.data_ptr()
         key = (hidden.data_ptr(), hidden.shape[0], kind, place, edits, logprobs)
@@ -340,14 +349,24 @@ class StepGraphs:
             batches: list[NextBatch] = []
             if staged or edits is not None:
                 batches = [(StagedBatch if staged else EditPlaces)(hidden.device) for _ in range(SLOTS)]
-            graphs = self._graphs[key] = KeyedGraphs(self._copies_tokens, batches)
+            blocks = [HostBlock(host_bytes, hidden.device) for _ in range(SLOTS if host_bytes else 0)]
+            graphs = self._graphs[key] = KeyedGraphs(self._copies_tokens, batches, blocks)
         return graphs
 
     def _captures(self, graphs: KeyedGraphs, draw: Draw) -> bool:
         """Capture the next graph of these. False after a failure."""
-        batch = graphs.batches[len(graphs.captured)] if graphs.batches else None
+        slot = len(graphs.captured)
+        batch = graphs.batches[slot] if graphs.batches else None
+        block = graphs.blocks[slot] if graphs.blocks else None
+
+        def launches() -> Launched:
+            launched = draw(batch)
+            if launched.rest is None or block is None:
+                return launched
+            return launched._replace(rest=block.fill(launched.rest))
+
         try:
-            graph, launched = self._capture(lambda: draw(batch), self._pool)
+            graph, launched = self._capture(launches, self._pool)
         except Exception as error:  # a step must not fail because it cannot be captured
             self._give_up(f"{type(error).__name__}: {error}")
             return False

@@ -15,14 +15,17 @@ import torch
 from head_states import CPU, VOCAB, CountingCapture, hidden_states, make_batch, make_state, step_of
 from sglang_batches import SteadyServer, for_forward, request
 
+from sgl_flashsample.kernels.params import SampleOutput
 from sgl_flashsample.kernels.top_logprobs import TopLogprobs
 from sgl_flashsample.logprobs import Logprobs
 from sgl_flashsample.sglang import draw as draw_module
 from sgl_flashsample.sglang import step_graphs
+from sgl_flashsample.sglang.batch import DrawKind
 from sgl_flashsample.sglang.draw import draw
 from sgl_flashsample.sglang.head import GraphInputs
 from sgl_flashsample.sglang.lazy_logits import LazyLogits
 from sgl_flashsample.sglang.logprobs import AskedLogprobs, HostCopy, LogprobInputs, PackedLogprobs
+from sgl_flashsample.sglang.step_graphs import PATIENCE, SLOTS, Launched, StepCounts, StepGraphs
 
 LISTS = ("next_token_top_logprobs_val", "next_token_top_logprobs_idx", "next_token_token_ids_logprobs_val")
 LEAST = -80  # SGLang's softmax gives 0 for less, in any order
@@ -403,6 +406,22 @@ def test_values_are_those_of_the_step_also_when_the_next_one_has_overwritten_the
     copied = HostCopy(read)
     read.data.zero_()
     assert copied.rows == ([(5, 6), (7, 8)], [(-1.0, -2.0), (-3.0, -4.0)], [(0.5,), (0.25,)])
+
+
+def test_values_that_were_not_read_stay_when_their_graph_runs_again():
+    def draw(_):
+        values.add_(1.0)
+        return Launched(SampleOutput.empty(2, CPU, False), rest=packed(of_ids=values))
+
+    values, hidden = torch.zeros(2, 3), torch.zeros(2, 4)
+    graphs = StepGraphs([], CountingCapture(), StepCounts())
+    for _ in range(PATIENCE + SLOTS):
+        keyed = graphs.find(draw, hidden, DrawKind(False, None, False, False), None, "ids", host_bytes=24)
+        if keyed is not None:
+            keyed.replay_next(2)
+    values.zero_()
+    copies = [HostCopy(keyed.replay_next(2).rest) for _ in range(3 * SLOTS)]
+    assert [copy.rows[2] for copy in copies] == [[(float(n),) * 3] * 2 for n in range(1, 3 * SLOTS + 1)]
 
 
 def test_the_garbage_collector_forgets_the_values_that_sglang_keeps():
