@@ -205,17 +205,23 @@ class _Captured(NamedTuple):
     drawn: Drawn
     holds: Any  # other tensors that its launches write to
     first: dict[int, Drawn]  # views of the first rows, by their number
+    block: HostBlock | None
+
+
+def _filling(block: HostBlock | None, launched: Launched) -> Launched:
+    """``launched``, whose logprobs beside those of the tokens are copied into ``block`` too."""
+    if block is None or launched.rest is None:
+        return launched
+    return launched._replace(rest=block.fill(launched.rest))
 
 
 class KeyedGraphs:
     """The graphs of one key. copies_tokens: see ``StepGraphs``. batches: where each graph finds its next batch; empty
-    where the launches do not ask. blocks: where each leaves logprobs for the host; empty where there are none. waiting:
-    steps before the next capture. slot: the place of the next graph."""
+    where the launches do not ask. host_bytes: of the logprobs that each leaves for the host. waiting: steps before the
+    next capture. slot: the place of the next graph."""
 
-    def __init__(
-        self, copies_tokens: bool, batches: Sequence[NextBatch] = (), blocks: Sequence[HostBlock] = ()
-    ) -> None:
-        self._copies_tokens, self.batches, self.blocks = copies_tokens, batches, blocks
+    def __init__(self, copies_tokens: bool, batches: Sequence[NextBatch] = (), host_bytes: int = 0) -> None:
+        self._copies_tokens, self.batches, self.host_bytes = copies_tokens, batches, host_bytes
         self.waiting = PATIENCE
         self.captured: list[_Captured] = []
         self.slot = 0
@@ -227,9 +233,9 @@ class KeyedGraphs:
 
     def replay_next(self, num_rows: int) -> Drawn:
         captured = self.captured[self.slot]
-        if self.blocks:
-            self.blocks[self.slot].take_back()
         self.slot = (self.slot + 1) % SLOTS
+        if captured.block is not None:
+            captured.block.take_back()
         captured.graph.replay()
         drawn = captured.first.get(num_rows)
         if drawn is None:
@@ -304,7 +310,7 @@ class StepGraphs:
             graphs.waiting -= 1
             return None
         if graphs.slot == len(graphs.captured):
-            if not self._captures(graphs, draw):
+            if not self._captures(graphs, draw, hidden.device):
                 return None
             self._counts.late_captures += 1
         elif short is not None and table is not None:
@@ -328,7 +334,7 @@ class StepGraphs:
         """Capture the graphs of such steps ahead."""
         graphs, free = self._graphs_of(hidden, kind, None, False, table, staged), free_bytes(hidden.device)
         graphs.waiting = 0
-        while len(graphs.captured) < SLOTS and self._captures(graphs, draw):
+        while len(graphs.captured) < SLOTS and self._captures(graphs, draw, hidden.device):
             pass
         self.num_bytes += max(0, free - free_bytes(hidden.device))
 
@@ -349,29 +355,20 @@ class StepGraphs:
             batches: list[NextBatch] = []
             if staged or edits is not None:
                 batches = [(StagedBatch if staged else EditPlaces)(hidden.device) for _ in range(SLOTS)]
-            blocks = [HostBlock(host_bytes, hidden.device) for _ in range(SLOTS if host_bytes else 0)]
-            graphs = self._graphs[key] = KeyedGraphs(self._copies_tokens, batches, blocks)
+            graphs = self._graphs[key] = KeyedGraphs(self._copies_tokens, batches, host_bytes)
         return graphs
 
-    def _captures(self, graphs: KeyedGraphs, draw: Draw) -> bool:
+    def _captures(self, graphs: KeyedGraphs, draw: Draw, device: torch.device) -> bool:
         """Capture the next graph of these. False after a failure."""
-        slot = len(graphs.captured)
-        batch = graphs.batches[slot] if graphs.batches else None
-        block = graphs.blocks[slot] if graphs.blocks else None
-
-        def launches() -> Launched:
-            launched = draw(batch)
-            if launched.rest is None or block is None:
-                return launched
-            return launched._replace(rest=block.fill(launched.rest))
-
+        batch = graphs.batches[len(graphs.captured)] if graphs.batches else None
         try:
-            graph, launched = self._capture(launches, self._pool)
+            block = HostBlock(graphs.host_bytes, device) if graphs.host_bytes else None
+            graph, launched = self._capture(lambda: _filling(block, draw(batch)), self._pool)
         except Exception as error:  # a step must not fail because it cannot be captured
             self._give_up(f"{type(error).__name__}: {error}")
             return False
         holds = [launched, *(used.held for used in self._workspaces)]
-        graphs.captured.append(_Captured(graph, Drawn.of(launched), holds, {}))
+        graphs.captured.append(_Captured(graph, Drawn.of(launched), holds, {}, block))
         return True
 
     def _give_up(self, reason: str) -> None:
