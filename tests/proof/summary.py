@@ -283,7 +283,6 @@ def tokens_of_ranks(wrong: str, least: float) -> Judge:
 # --- goals ----------------------------------------------------------------------------------------------------------
 
 
-
 def exact(
     name: str,
     goal: str,
