@@ -182,8 +182,8 @@ class Timer:
 
 
 def calls_of_sample(us: float, copies: int) -> int:
-    """Calls of ``us`` microseconds that take as long as a sample has to, ``MAX_CALLS`` at most: as many with each of the
-    copies."""
+    """Calls of ``us`` microseconds that take as long as a sample has to, ``MAX_CALLS`` at most: as many with each
+    of the copies."""
     return min(MAX_CALLS // copies, math.ceil(SAMPLE_US / us / copies)) * copies
 
 
