@@ -146,6 +146,8 @@ class Decider:
         flashinfer: Callable[[], bool],
     ) -> None:
         self.context, self.writer, self.finalists, self.flashinfer = context, writer, finalists, flashinfer
+        # What a decision rests on, beside the log's identity: one of another run is not taken over.
+        self._same_run = {"effort": context.plan.effort.name, "flashinfer": writer.flashinfer}
         self._tested: dict[str, float] = {}  # p-values by label
         self._recall()
 
@@ -156,11 +158,12 @@ class Decider:
         for config, kind, reason, detail in recalled(log.of("refused"), _refusal_of):
             if reason in LASTING:
                 self.context.reject(config, kind, reason, detail)
-        same_run = {"effort": plan.effort.name, "flashinfer": self.writer.flashinfer}
-        decided = [event for event in log.of("decided") if event.items() >= same_run.items()]
-        for entry in recalled(decided, entry_of):
+        for entry in recalled(self._of_same_run("decided"), entry_of):
             if KIND_NAMES.get(entry.kind) in plan.kinds and self._stands(entry):
                 self.writer.add(entry)
+
+    def _of_same_run(self, event: str) -> list[dict[str, Any]]:
+        return [one for one in self.context.log.of(event) if one.items() >= self._same_run.items()]
 
     def _stands(self, entry: Entry) -> bool:
         """True where a recorded decision is final: its error is small, and the built-in choice has raced or is known to
@@ -361,12 +364,7 @@ class Decider:
             outcome.code = answer["codes"][0]
         entry = outcome.entry()
         self.writer.add(entry)
-        self.context.log.add(
-            "decided",
-            effort=self.context.plan.effort.name,
-            flashinfer=self.writer.flashinfer,
-            entry=msgspec.to_builtins(entry),
-        )
+        self.context.log.add("decided", **self._same_run, entry=msgspec.to_builtins(entry))
         self.writer.write()
         gain = f"{entry.gain:.1%} less than the built-in choice"
         gain = "the built-in choice stays" if self.writer.is_default(entry) else gain
@@ -378,7 +376,7 @@ class Decider:
         """Race between two sizes: a batch there takes the choice of the larger one, which must not cost much."""
         plan = self.context.plan
         decided = [entry for rows, entry in sorted(self._decided(kind).items()) if rows in plan.sizes_of(kind)]
-        raced = {event.get("rows") for event in self.context.log.of("transfer") if event.get("kind") == str(kind)}
+        raced = {event.get("rows") for event in self._of_same_run("transfer") if event.get("kind") == str(kind)}
         for small, large in itertools.pairwise(decided):
             rows = midpoint(small.rows, large.rows)
             if rows is None or self.context.left() <= 0 or rows in raced:
@@ -395,6 +393,8 @@ class Decider:
             insert = verdict.winner != key_of(served) and (
                 regret > TRANSFER_REGRET or (verdict.winner == outcome.default and standing.low > CERTAIN_REGRET)
             )
-            self.context.log.add("transfer", kind=str(kind), rows=rows, regret=round(regret, 5), inserted=insert)
-            if insert and (yield from self._passes(outcome)):
+            if inserted := insert and (yield from self._passes(outcome)):
                 yield from self._write(outcome)
+            # Only now: a later run skips this race, and must find its outcome in the log.
+            about = {"kind": str(kind), "rows": rows, "regret": round(regret, 5), "inserted": inserted}
+            self.context.log.add("transfer", **self._same_run, **about)

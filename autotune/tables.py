@@ -513,7 +513,7 @@ def check(file: str, compilers: Compilers) -> tuple[list[str], list[str], list[s
     table, reason = load_table(file)
     if table is None:
         return [str(reason)], [], []
-    staleness, notes = compilers.staleness(table), list(_notes(table))
+    staleness, notes = compilers.staleness(table), list(_notes(table, Path(file)))
     notes += [staleness.words(table)] if staleness.unknown else []
     return list(_errors(table, Path(file))), staleness.lines, notes
 
@@ -522,8 +522,6 @@ def _errors(table: Table, path: Path) -> Iterator[str]:
     device, head = device_and_head(table)
     if path.read_bytes() != table.dumps().encode():
         yield "it is not in its canonical form (an entry per line, by kind and size; one final newline)"
-    if path.name != table.file_name:
-        yield f"its name is not {table.file_name}: no folder is searched for another one"
     if not table.entries and not table.confirmed:
         yield "it has no sizes"
     if table.simulated:
@@ -552,8 +550,10 @@ def _errors(table: Table, path: Path) -> Iterator[str]:
             yield f"confirmed.{name}: rows are {confirmed.rows}; expected them ascending"
 
 
-def _notes(table: Table) -> Iterator[str]:
+def _notes(table: Table, path: Path) -> Iterator[str]:
     yield from table.notes
+    if path.name != table.file_name:
+        yield f"its name is not {table.file_name}: a server uses it where it is named, and finds it in no folder"
     if screen_line(table) and not screen_cost(table)[0]:
         yield "measure.screen is missing: what memory a screen takes"
     missing = [str(kind) for kind in BATCH_KINDS if kind.fallback is None and str(kind) not in table.kinds]

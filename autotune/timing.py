@@ -94,8 +94,9 @@ class Timer:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def contender(self, call: Call, *, copies: int = 1, graph: bool = True) -> Contender:
-        """``call``, compiled and captured. copies: of its inputs; each is read equally often. graph: False for a
-        call that cannot be captured: it is then timed with its host time. Raises whatever ``call`` raises."""
+        """``call``, compiled and captured. copies: of its inputs, ``MAX_CALLS`` at most; each is read equally
+        often. graph: False for a call that cannot be captured: it is then timed with its host time. Raises whatever
+        ``call`` raises."""
         call(0)  # compiles and allocates
         if self._stream is None:
             return Contender(lambda: call(0), 1, call)
@@ -108,7 +109,7 @@ class Timer:
             end.record()
             end.synchronize()
             us = max(start.elapsed_time(end) * 1e3, 1.0)
-            calls = min(MAX_CALLS, math.ceil(SAMPLE_US / us / copies) * copies)
+            calls = calls_of_sample(us, copies)
             if not graph:
                 return Contender(lambda: [call(step) for step in range(calls)], calls, call)
             # torch.cuda.graph collects garbage and empties caches, which takes ten times as long as a capture.
@@ -178,6 +179,12 @@ class Timer:
             for step in range(8):
                 call(step)
             torch.cuda.synchronize(self.device)
+
+
+def calls_of_sample(us: float, copies: int) -> int:
+    """Calls of ``us`` microseconds that take as long as a sample has to, ``MAX_CALLS`` at most: as many with each
+    of the copies."""
+    return min(MAX_CALLS // copies, math.ceil(SAMPLE_US / us / copies)) * copies
 
 
 def rotated(names: Sequence[str], index: int) -> list[str]:

@@ -21,7 +21,7 @@ from ..files import first_line
 from ..kernels.launch import compiling_only
 from ..kinds import KIND_NAMES, BatchKind, Config
 from ..selfcheck import launch_once
-from .lookup import Match, ResolvedTable, other_code, slower_than_measured
+from .lookup import Match, ResolvedTable, gemm_as_measured, other_code, slower_than_measured
 from .schema import Table
 
 if TYPE_CHECKING:
@@ -87,10 +87,11 @@ def measured_sizes(table: Table, traits: HeadTraits) -> Iterator[Measured]:
             yield Measured(kind, rows, default_config(traits, rows, kind), code)
 
 
-def _as_measured(table: Table, head: LMHead) -> bool:
+def _as_measured(table: Table, head: LMHead, traits: HeadTraits) -> bool:
     """Whether the kernels of ``head`` are compiled as those of the head that ``table`` was measured with."""
     assert table.head is not None
     same_head = head.logit_scale is None and head.softcap in (None, SOFTCAP) and head.vocab_size == table.head.vocab
+    same_head = same_head and gemm_as_measured(table, traits)
     return same_head and table.env.get("triton") == triton.__version__
 
 
@@ -100,11 +101,12 @@ def compare_compiled(resolved: ResolvedTable, parts: Parts, max_rows: int) -> Re
     the screen that it draws with. Nothing is compared with a table of another GPU or another release of Triton, nor for
     a head whose kernels have other constants than those of the head that was measured."""
     file = resolved.table_file
-    if file is None or file.match is Match.FAMILY or not _as_measured(file.table, parts.lm_head):
+    traits = resolved.dispatch.traits
+    if file is None or file.match is Match.FAMILY or not _as_measured(file.table, parts.lm_head, traits):
         return dataclasses.replace(resolved, warnings=())
     installed: dict[tuple[BatchKind, Config], str] = {}
     stale = []
-    for one in measured_sizes(file.table, resolved.dispatch.traits):
+    for one in measured_sizes(file.table, traits):
         used = one.rows <= max_rows and resolved.dispatch.lookup(one.rows, one.kind) == one.config
         if not one.code or not used or (one.kind.screen and parts.screen is None):
             continue

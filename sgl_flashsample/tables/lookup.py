@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..defaults import SHIPPED, HeadTraits, defaults_digest, evidence_of, family_of
+from ..defaults import SHIPPED, HeadTraits, default_config, defaults_digest, evidence_of, family_of
 from ..dispatch import DENSE_ROWS, DispatchTable
 from ..files import BadFileError, one_line, read_plain
 from ..kernels.config import (
@@ -448,6 +448,13 @@ def slower_than_measured(table_file: TableFile) -> Iterator[str]:
     )
 
 
+def gemm_as_measured(table: Table, traits: HeadTraits) -> bool:
+    """Whether a GEMM is as fast for a head with these traits as for the one that ``table`` was measured with: that has
+    a padded vocabulary, and the head may have none."""
+    assert table.head is not None
+    return traits.has_gemm == HeadTraits.of_shape(table.head, traits.family).has_gemm
+
+
 def dispatch_of(table_file: TableFile, target: Target, traits: HeadTraits) -> tuple[DispatchTable, list[str]]:
     """The choices of a tuned table, and a warning for each reason why a part of it is unused or may be slow."""
     warnings = list(slower_than_measured(table_file))
@@ -456,6 +463,9 @@ def dispatch_of(table_file: TableFile, target: Target, traits: HeadTraits) -> tu
     measured: dict[BatchKind, set[int]] = {}
     flashinfer: set[int] = set()
     unusable = unusable_sizes(table_file.table, target)
+    slow_gemm = not gemm_as_measured(table_file.table, traits)
+    measured_traits = traits._replace(has_gemm=traits.has_gemm or slow_gemm)
+    left_out: list[str] = []
     for kind in BATCH_KINDS:
         sizes = table_file.table.sizes(str(kind))
         served = [(rows, bucket_for(sizes, rows)) for rows in range(1, DENSE_ROWS + 1)]
@@ -464,12 +474,19 @@ def dispatch_of(table_file: TableFile, target: Target, traits: HeadTraits) -> tu
                 continue
             entry = table_file.table.entry(str(kind), size)
             rows_of_size = [rows for rows, bucket in served if bucket == size]
+            config = default_config(measured_traits, size, kind) if entry is None else entry.configuration
+            if slow_gemm and isinstance(config, ReadConfig):
+                left_out.append(f"{kind} {size}")
+                continue
             if entry is not None:
                 tuned.setdefault(kind, {}).update(dict.fromkeys(rows_of_size, entry.configuration))
-                if entry.flashinfer and kind == BatchKind(truncate=True):
+                if entry.flashinfer and kind == BatchKind(truncate=True) and not slow_gemm:
                     flashinfer.update(rows_of_size)
             measured.setdefault(kind, set()).update(rows_of_size)
     if unusable and not shipped:
         reasons = sorted(f"{kind} {rows}: {reason}" for (kind, rows), reason in unusable.items())
         warnings.append(f"{table_file.file}: not used, {'; '.join(reasons)[:500]}")
+    if left_out and not shipped:
+        why = "measured with a GEMM that is slow here, where the head's rows are no multiple of 8"
+        warnings.append(f"{table_file.file}: not used, {why}: {'; '.join(left_out)[:500]}")
     return DispatchTable(traits, tuned, measured, flashinfer), warnings

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 
 import msgspec
@@ -10,6 +11,7 @@ from lab.simulated import SimulatedWorker
 from tune_examples import (
     DEFAULT,
     ENV,
+    EXHAUSTIVE,
     FULL,
     GREEDY,
     H200,
@@ -58,8 +60,9 @@ class Decided:
             self.asked.append(request)
             return alter(request, answer) if alter else answer
 
-        for job in decider.jobs():
-            finish(job, worker, answer)
+        with contextlib.suppress(KeyboardInterrupt):  # of ``alter``: the run is interrupted
+            for job in decider.jobs():
+                finish(job, worker, answer)
         self.done, self.path = decider.done, self.writer.path
 
     @property
@@ -205,19 +208,43 @@ def test_flashinfer_is_chosen_only_where_it_was_allowed_is_certainly_faster_and_
     assert not any(entry.flashinfer for entry in refused.table.entries) and "allowed" not in refused.table.measure
 
 
-def test_what_lies_between_two_sizes_gets_one_of_its_own_where_it_matters(tmp_path):
-    """At 160 rows, the configuration of 256 rows would be far slower than the default."""
+@pytest.fixture
+def between() -> dict:
+    """Arguments of a run at 64 and 256 rows: at 160 rows, the configuration of 256 rows is far slower than the
+    default."""
     default = FULL.default(160, PLAIN)
     fast_at_256 = next(c for c in FULL.space(FULL.studies[3]).first() if c != default)
     costs = {label_of(default, PLAIN): {"160": 200.0, "256": 400.0}}
     costs[label_of(fast_at_256, PLAIN)] = {"64": 300.0, "256": 300.0}
     device = {"costs": costs, "model": {"us": 500.0, "rugged": 0.05}}
-    decided = Decided(tmp_path, [PLAIN], [fast_at_256], plan=FULL, sizes=(64, 256), **device)
+    return {"kinds": [PLAIN], "finalists": [fast_at_256], "plan": FULL, "sizes": (64, 256), **device}
+
+
+def test_what_lies_between_two_sizes_gets_one_of_its_own_where_it_matters(tmp_path, between):
+    decided = Decided(tmp_path, **between)
     assert decided.table.sizes("plain") == [64, 160, 256] and 160 in decided.table.confirmed["plain"].rows
     (event,) = decided.context.log.of("transfer")
     assert event["inserted"] and event["regret"] == pytest.approx(0.5, abs=0.02)
-    again = Decided(tmp_path, [PLAIN], plan=FULL, sizes=(64, 256), log=decided.context.log.events, **device)
+    again = Decided(tmp_path, log=decided.context.log.events, **between)
     assert again.asked == [] and again.done == 2, "what a log says is not raced again"
+
+
+def test_a_race_between_two_sizes_is_of_its_effort_and_is_over_once_its_outcome_is_in_the_table(tmp_path, between):
+    first = Decided(tmp_path, **between)
+    other = Decided(tmp_path, log=first.context.log.events, **between | {"plan": EXHAUSTIVE})
+    assert [event["effort"] for event in other.context.log.of("transfer")] == ["full", "exhaustive"]
+
+    def interrupt(request, answer):
+        requests.append(request["op"])
+        if requests.count("codes") == 3:  # of the size between: its race is over, and no table has it
+            raise KeyboardInterrupt
+        return answer
+
+    requests = []
+    broken = Decided(tmp_path / "broken", alter=interrupt, **between)
+    assert broken.table.sizes("plain") == [64, 256]
+    resumed = Decided(tmp_path / "broken", log=broken.context.log.events, **between)
+    assert resumed.table.sizes("plain") == [64, 160, 256]
 
 
 def test_a_decision_of_another_effort_or_without_flashinfer_is_not_recalled(tmp_path):

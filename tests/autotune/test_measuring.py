@@ -23,7 +23,7 @@ from sgl_flashsample.autotune.labels import contender, kernel_kind, key_of
 from sgl_flashsample.autotune.measuring import COMPILING_LATE, MeasuringWorker
 from sgl_flashsample.autotune.plan import EFFORTS, Plan
 from sgl_flashsample.autotune.pool import WORKERS, WorkerProcess, ask_once, measuring_process
-from sgl_flashsample.autotune.timing import Timer, copies_needed, describe_machine, rotated
+from sgl_flashsample.autotune.timing import MAX_CALLS, Timer, calls_of_sample, copies_needed, describe_machine, rotated
 from sgl_flashsample.autotune.workload import Workload, make_head, make_weight, weight_shape
 from sgl_flashsample.kernels.config import ReadConfig, ScreenConfig, TileConfig
 from sgl_flashsample.kernels.params import LMHead
@@ -311,6 +311,14 @@ def test_a_small_head_is_copied_until_it_is_cold():
     assert copies_needed(weight, 50 << 20) == 2
     assert copies_needed(weight, 0) == copies_needed(weight) == 1
     assert copies_needed(weight[:1], 50 << 20) == 32, "as many as a graph has calls"
+
+
+def test_a_sample_reads_each_copy_equally_often_and_is_a_millisecond_long_where_a_graph_has_room():
+    for copies in range(1, MAX_CALLS + 1):
+        for us in (1.0, 24.0, 333.0, 5000.0):
+            calls = calls_of_sample(us, copies)
+            assert 0 < calls <= MAX_CALLS and calls % copies == 0, (us, copies)
+            assert calls * us >= 1000.0 or calls + copies > MAX_CALLS, (us, copies)
 
 
 class FakeFlashInfer:

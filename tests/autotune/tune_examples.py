@@ -23,6 +23,7 @@ A100 = Device(name="NVIDIA A100-SXM4-80GB", cc="8.0", sms=108, l2_mb=40, smem_op
 HEAD = HeadShape(vocab=151_936, hidden=4096, dtype="bf16")
 QUICK = Plan(H200, HEAD, EFFORTS["quick"])
 FULL = Plan(H200, HEAD, EFFORTS["full"])
+EXHAUSTIVE = Plan(H200, HEAD, EFFORTS["exhaustive"])
 SIZES = (1, 64, 256)
 ENV = {"torch": "2.11.0", "triton": "3.6.0", "cuda": "13.0"}
 PLAIN, GREEDY, EDIT, TRUNCATE = (KIND_NAMES[name] for name in ("plain", "greedy", "edit", "truncate"))

@@ -29,8 +29,10 @@ from sgl_flashsample.tables.fingerprint import compare_compiled
 from sgl_flashsample.tables.lookup import (
     Match,
     ResolvedTable,
+    TableFile,
     Target,
     bucket_for,
+    dispatch_of,
     find,
     load_table,
     match,
@@ -317,6 +319,31 @@ def test_a_table_with_screened_kinds_leaves_those_without_a_screen_alone(head, t
     assert "; plain+screen 1" in resolved.line() and "edit+screen" not in resolved.line()
 
 
+def test_what_was_measured_with_a_gemm_serves_no_head_whose_gemm_is_slow(tmp_path):
+    """The head of a table has a padded vocabulary; without padding, cuBLAS takes several times as long."""
+    shape = HeadShape(vocab=50_257, hidden=768, dtype="bf16")
+    entries = [make_entry("plain", 16, TILE), make_entry("plain", 64, READ), make_entry("truncate", 16, READ)]
+    entries.append(make_entry("truncate", 2, TILE, flashinfer=True))
+    confirmed = {"plain": Confirmed(rows=[4, 256], us=[1.0, 2.0], code=[CODE, CODE])}
+    table = make_table(H200, shape, entries=entries, confirmed=confirmed)
+    file = TableFile(table, "the table", "the named file", Match.EXACT)
+    traits = HeadTraits.of_shape(shape, "sm90")
+    padded, warnings = dispatch_of(file, Target(H200, shape, {}), traits)
+    assert isinstance(padded.lookup(256), ReadConfig) and padded.is_measured(256, PLAIN) and warnings == []
+    assert (padded.lookup(64), padded.flashinfer) == (READ, {1, 2})
+    slow = traits._replace(has_gemm=False)
+    dispatch, (warning,) = dispatch_of(file, Target(H200, shape, {}), slow)
+    assert warning.startswith("the table: not used, measured with a GEMM that is slow here")
+    assert warning.endswith(": plain 64; plain 256; truncate 16")
+    for rows in (4, 16):
+        assert dispatch.lookup(rows) == padded.lookup(rows) and dispatch.is_measured(rows, PLAIN)
+    for rows in (64, 256):
+        assert dispatch.lookup(rows) == DispatchTable(slow).lookup(rows) and not dispatch.is_measured(rows, PLAIN)
+    assert (dispatch.lookup(2, KIND_NAMES["truncate"]), dispatch.flashinfer) == (TILE, frozenset())
+    shipped = dataclasses.replace(file, source=lookup.SHIPPED_SOURCE)
+    assert dispatch_of(shipped, Target(H200, shape, {}), slow)[1] == []
+
+
 def test_a_stale_table_is_used_with_a_warning_that_says_what_has_changed(head, tmp_path, monkeypatch):
     monkeypatch.setattr(lookup, "known_stale", lambda table: [OTHER_CHOICES])
     path = put(tmp_path, own_table(head))
@@ -489,6 +516,15 @@ def test_a_head_whose_kernels_have_constants_of_their_own_is_not_compared(head, 
     assert compare_compiled(resolved, Parts.of(head), 512).table_file.match is Match.STALE
     other = dataclasses.replace(head, **changes)
     assert compare_compiled(resolved, Parts.of(other), 512).table_file.match is Match.EXACT
+
+
+def test_a_head_whose_gemm_is_slow_is_not_compared(head, tmp_path, compiled):
+    """It is not padded as the head that was measured, and its built-in choices are others."""
+    bare = dataclasses.replace(head, weight=torch.cat([head.weight, head.weight[:1]]))
+    resolved = resolve(bare, file=put(tmp_path, own_table(head)))
+    compiled[TILE] = "another"
+    assert compare_compiled(resolved, Parts.of(bare), 512).table_file.match is Match.EXACT
+    assert resolved.dispatch.lookup(16) == TILE and "not used" in resolved.warnings[0]
 
 
 def test_a_table_of_another_gpu_is_not_compared(head, tmp_path, compiled):

@@ -6,6 +6,7 @@
 ends its process or never ends. Prints one line per defect; the exit code is 1 unless all are caught.
 
 ``--json`` adds the outcomes to the file's rows of other listed defects, so that a new defect needs no new run of all.
+Each row has the date and versions of its run; a defect that could not be run leaves its row as it was.
 ``--changed`` chooses the defects whose own lines, source file or test files are not those of their row in that file.
 """
 
@@ -34,8 +35,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 LIST = Path(__file__).with_name("defects.toml")
 RESULTS = ROOT / "benchmarks" / "results" / "planted-defects.json"
+VERSIONS = ("torch", "triton", "pytest")
 SECONDS = 150  # for the tests of one defect, which may make a kernel search for ever
 TIMED_OUT = -1000  # no signal has that number
+FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM)  # a machine without memory, or a person; no defect sends them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +58,8 @@ class Defect:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """how: what the tests did: "failed", "ended" (their process) or "timed out". error: why it was not caught."""
+    """how: what the tests did: "failed", "ended" (their process) or "timed out"; "not run" where that is not known.
+    error: why it was not caught."""
 
     defect: Defect
     how: str
@@ -136,6 +140,8 @@ def plant(copy: Path, defect: Defect) -> Outcome:
         # A busy machine must not count as a catch.
         soon = run_tests(copy, defect.tests, SECONDS / 3)[0] == 0
         return Outcome(defect, "timed out", "" if soon else f"without it they take more than {SECONDS / 3:.0f} s")
+    if -code in FROM_OUTSIDE:
+        return Outcome(defect, "not run", f"its tests were ended by {signal.Signals(-code).name}")
     if code < 0:  # the defect took the interpreter down, whatever was printed
         return Outcome(defect, "ended")
     failed = failures(output)
@@ -166,11 +172,15 @@ def outcomes(copies: list[Path], chosen: list[Defect]) -> Iterator[Outcome]:
             pool.shutdown(wait=False, cancel_futures=True)
 
 
+def environment() -> dict[str, str]:
+    """The date and the versions of a run."""
+    return {"date": time.strftime("%Y-%m-%d")} | {name: importlib.metadata.version(name) for name in VERSIONS}
+
+
 def write(file: Path, added: dict[str, dict[str, object]]) -> None:
     """Writes the rows of all listed defects that were ever run, in the order of the list."""
     by_name = rows(file) | added
-    versions = {name: importlib.metadata.version(name) for name in ("torch", "triton", "pytest")}
-    env = versions | {"date": time.strftime("%Y-%m-%d"), "command": "python tests/planted/run.py"}
+    env = {"command": "python tests/planted/run.py"}
     listed = ",\n".join(f"  {json.dumps(by_name[one.name])}" for one in defects() if one.name in by_name)
     file.write_text(f'{{\n "env": {json.dumps(env)},\n "defects": [\n{listed}\n ]\n}}\n')
 
@@ -193,7 +203,7 @@ def main() -> int:
     if not chosen:
         print("no defect to plant")
         return 0
-    added: dict[str, dict[str, object]] = {}
+    added: dict[str, dict[str, object]] = {}  # of the defects that were run
     with tempfile.TemporaryDirectory() as folder:
         copies = [copy_of_repository(Path(folder) / str(number)) for number in range(arguments.jobs)]
         digests = {one.name: one.digest(copies[0]) for one in chosen}
@@ -202,15 +212,16 @@ def main() -> int:
             print(f"the tests must pass without a defect; pytest ended with {code}:\n{output[-2000:]}")
             return 1
         for outcome in outcomes(copies, chosen):
-            name = outcome.defect.name
-            added[name] = outcome.row | {"digest": digests[name]}
-            verdict = "NOT CAUGHT" if outcome.error else "caught"
+            name, run = outcome.defect.name, outcome.how != "not run"
+            verdict = ("NOT CAUGHT" if run else "NOT RUN") if outcome.error else "caught"
             print(f"{verdict:10} {outcome.defect.file}: {name}  {outcome.error}".rstrip(), flush=True)
-            if arguments.json is not None:
-                write(arguments.json, added)
+            if run:
+                added[name] = outcome.row | {"digest": digests[name], "env": environment()}
+                if arguments.json is not None:
+                    write(arguments.json, added)
     caught = sum(row["caught"] is True for row in added.values())
-    print(f"{caught} of {len(added)} caught")
-    return 0 if caught == len(added) else 1
+    print(f"{caught} of {len(chosen)} caught, {len(chosen) - len(added)} not run")
+    return 0 if caught == len(chosen) else 1
 
 
 if __name__ == "__main__":

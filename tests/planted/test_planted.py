@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import functools
+import json
+import signal
+import sys
 from collections import Counter
 from collections.abc import Iterator
 
 import pytest
 import run as planted
+import torch
 
 # Modules of the package that decide no token, no path and no answer of a server.
 ASIDE = {"__init__.py", "model_config.py"}
@@ -66,13 +71,21 @@ def test_every_defect_has_been_run_and_was_caught():
     missing = {defect.name for defect in planted.defects()} ^ rows.keys()
     assert not missing, f"run `python tests/planted/run.py --changed --json {planted.RESULTS.name}` for these"
     assert all(row["caught"] for row in rows.values())
+    assert [name for name, row in rows.items() if row["env"].keys() != {"date", *planted.VERSIONS}] == []
+
+
+@pytest.fixture
+def defect(tmp_path) -> planted.Defect:
+    """A defect of ``tmp_path``."""
+    (tmp_path / "module.py").write_text("a = 1\n")
+    return planted.Defect("a defect", "module.py", "a = 1", "a = 2", ["tests/test_a.py::test_a"])
 
 
 @pytest.mark.parametrize("without, caught", [(0, True), (1, False), (planted.TIMED_OUT, False)])
-def test_a_time_out_counts_only_where_the_tests_pass_soon_without_the_defect(tmp_path, monkeypatch, without, caught):
+def test_a_time_out_counts_only_where_the_tests_pass_soon_without_the_defect(
+    tmp_path, monkeypatch, defect, without, caught
+):
     """A busy machine must not count as a catch."""
-    (tmp_path / "module.py").write_text("a = 1\n")
-    defect = planted.Defect("a defect", "module.py", "a = 1", "a = 2", ["tests/test_a.py::test_a"])
     runs = []
 
     def run_tests(copy, tests, seconds):
@@ -83,6 +96,39 @@ def test_a_time_out_counts_only_where_the_tests_pass_soon_without_the_defect(tmp
     outcome = planted.plant(tmp_path, defect)
     assert runs == [("a = 2\n", planted.SECONDS), ("a = 1\n", planted.SECONDS / 3)]
     assert (outcome.how, not outcome.error) == ("timed out", caught)
+
+
+@pytest.mark.parametrize(
+    "ended, how", [("SIGSEGV", "ended"), ("SIGABRT", "ended"), ("SIGKILL", "not run"), ("SIGTERM", "not run")]
+)
+def test_a_process_that_another_one_ends_has_caught_nothing(tmp_path, monkeypatch, defect, ended, how):
+    """A machine without memory kills."""
+    monkeypatch.setattr(planted, "run_tests", lambda copy, tests, seconds: (-signal.Signals[ended], ""))
+    outcome = planted.plant(tmp_path, defect)
+    assert outcome.how == how and outcome.error == ("" if how == "ended" else f"its tests were ended by {ended}")
+
+
+def test_each_row_of_the_result_file_has_the_date_and_versions_of_its_run(tmp_path, monkeypatch, defect, capsys):
+    """What could not be run leaves its row as it was, and is no success."""
+    other = dataclasses.replace(defect, name="another")
+    monkeypatch.setattr(planted, "defects", lambda: [defect, other])
+    monkeypatch.setattr(planted, "run_tests", lambda copy, tests, seconds=None: (0, ""))
+    monkeypatch.setattr(planted, "copy_of_repository", lambda folder: tmp_path)
+    monkeypatch.setattr(planted.Defect, "digest", lambda self, root: "digest")
+    old, file = {"name": "a defect", "env": {"date": "2000-01-01"}}, tmp_path / "result.json"
+    file.write_text(json.dumps({"defects": [old]}))
+    monkeypatch.setattr(sys, "argv", ["run.py", "--json", str(file), "--jobs", "1"])
+    how = {"a defect": "not run", "another": "failed"}
+    monkeypatch.setattr(
+        planted,
+        "plant",
+        lambda copy, one: planted.Outcome(one, how[one.name], "" if how[one.name] == "failed" else "why"),
+    )
+    assert planted.main() == 1
+    assert "1 of 2 caught, 1 not run" in capsys.readouterr().out
+    rows = planted.rows(file)
+    assert rows["a defect"] == old and rows["another"]["env"] == planted.environment()
+    assert planted.environment()["torch"] == torch.__version__
 
 
 def test_failures_are_read_from_what_pytest_prints():

@@ -23,6 +23,8 @@ from sgl_flashsample.autotune import decide, plan, verify
 from sgl_flashsample.sglang import metrics, step_graphs, versions
 from sgl_flashsample.sglang.row_table import Reason
 from sgl_flashsample.sglang.screen_lifecycle import MEMORY_SHARES, ScreenMode
+from sgl_flashsample.tables.lookup import load_table
+from sgl_flashsample.tables.schema import FILE_PREFIX
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -313,6 +315,14 @@ def test_the_pages_of_the_tuner_have_its_efforts_and_thresholds():
     assert f"only for a gain of more than {100 * policy.min_gain:.0f} %" in text
     assert f"costs more than {100 * decide.TRANSFER_REGRET:.0f} %" in text
     assert f"times within {100 * verify.WITHIN:.0f} %" in text_of("docs/tune/five-minutes.md")
+
+
+def test_pages_say_that_servers_race_the_screen_for_as_long_as_shipped_tables_do_not_name_their_machine_code():
+    files = [*defaults.SHIPPED.glob(f"{FILE_PREFIX}*.json"), ROOT / "deploy" / "kubernetes" / "table.json"]
+    named = [table.has_code for table, _ in map(load_table, files) if table is not None]
+    assert len(named) == len(files) and set(named) == {False}, "the two sentences are no longer true of all"
+    said("they do not name their machine code, so servers race the screen at their start")
+    assert "as all shipped ones and that of `deploy/kubernetes` are" in text_of("docs/tune/shipping.md")
 
 
 def test_the_support_matrix_is_that_of_the_result_files_and_of_the_tests():

@@ -673,38 +673,38 @@ def test_features_are_counted_by_the_way_in_which_they_equal_stock(load, tmp_pat
 
 def test_a_goal_of_counts_is_met_by_enough_of_them_without_a_wrong_one_on_every_path(load, tmp_path):
     enough = {"section": "legal", "path": "logits", "illegal": 0, "draws": 5 * 10**8}
-    few, bad = enough | {"path": "cpu", "draws": 2000}, enough | {"path": "fused", "illegal": 3}
-    found = verdicts(load, tmp_path, {"exact": {"rows": [enough, enough]}})["illegal tokens"]
-    assert found == ("met", "logits: 0 of 1,000,000,000", ""), "runs of one path are one count"
-    verdict, found, by = verdicts(load, tmp_path, {"exact": {"rows": [enough, enough, few, bad]}})["illegal tokens"]
-    assert verdict == "missed" and by == "fused: 3 of 500,000,000; cpu: too few"
-    assert found == "logits: 0 of 1,000,000,000; cpu: 0 of 2,000; fused: 3 of 500,000,000"
+    cpu, fused = ({"path": path, "draws": 10**9} for path in ("cpu", "fused"))
+
+    def judged(*rows: dict) -> tuple[str, str, str]:
+        found = verdicts(load, tmp_path, {"exact": {"rows": [enough, enough, *(enough | row for row in rows)]}})
+        return found["illegal tokens (cpu, logits, fused)"]
+
+    words = "logits: 0 of 1,000,000,000; cpu: 0 of 1,000,000,000; fused: 0 of 1,000,000,000; screened: no row"
+    assert judged(cpu, fused) == ("met", words, ""), "runs of one path are one count"
+    verdict, found, by = judged(cpu | {"draws": 2000}, fused | {"illegal": 3})
+    assert verdict == "missed" and by == "fused: 3 of 1,000,000,000; cpu: too few"
+    assert found == "logits: 0 of 1,000,000,000; cpu: 0 of 2,000; fused: 3 of 1,000,000,000; screened: no row"
+    assert judged(cpu) == ("missed", words.split("; fused")[0] + "; fused, screened: no row", "fused: no row")
 
 
 def test_the_goals_of_logprobs_are_by_path_and_tell_the_largest_error(load, tmp_path):
-    row = {"section": "logprobs", "path": "logits", "rows": 10**6, "values": 10**8, "wrong_ids": 0, "wrong_values": 0}
+    row = {"section": "logprobs", "rows": 10**6, "values": 10**8, "wrong_ids": 0, "wrong_values": 0}
     row |= {"max_error": 3e-6, "unequal": 0}
-    bad = row | {"path": "ranks", "wrong_ids": 2, "wrong_values": 3, "max_error": 0.5}
-    names = (
-        "rows with all features: other likeliest ids than float64 has, but for near-ties",
-        "logprobs of these rows off by more than 2e-5, or below -50 by a share of 4e-7",
-    )
-    for rows, want in (
-        ([row], [("met", "logits: 0 of 1,000,000", ""), ("met", "logits: 0 of 100,000,000; at most 3.0e-06", "")]),
-        (
-            [row, bad],
-            [
-                ("missed", "logits: 0 of 1,000,000; ranks: 2 of 1,000,000", "ranks: 2 of 1,000,000"),
-                (
-                    "missed",
-                    "logits: 0 of 100,000,000; ranks: 3 of 100,000,000; at most 5.0e-01",
-                    "ranks: 3 of 100,000,000",
-                ),
-            ],
-        ),
-    ):
+    rows = [row | {"path": path} for path in load("summary").LOGPROB_PATHS]
+
+    def judged(rows: list[dict]) -> list[tuple[str, str, str]]:
         found = verdicts(load, tmp_path, {"exact": {"rows": rows}})
-        assert [found[name] for name in names] == want
+        names = ("rows with all features: other likeliest ids", "logprobs of these rows off by more than 2e-5")
+        return [found[next(one for one in found if one.startswith(name))] for name in names]
+
+    ids, values = judged(rows)
+    assert ids[0] == values[0] == "met" and ids[1].endswith("; prompts: 0 of 1,000,000; ranks: 0 of 1,000,000")
+    assert values[1].endswith("; ranks: 0 of 100,000,000; at most 3.0e-06")
+    ids, values = judged([*rows[:-1], rows[-1] | {"wrong_ids": 2, "wrong_values": 3, "max_error": 0.5}])
+    assert (ids[0], ids[2]) == ("missed", "ranks: 2 of 1,000,000")
+    assert (values[0], values[2]) == ("missed", "ranks: 3 of 100,000,000")
+    assert values[1].endswith("; ranks: 3 of 100,000,000; at most 5.0e-01")
+    assert [by for _, _, by in judged(rows[:-1])] == ["ranks: no row"] * 2
 
 
 def test_a_goal_without_a_result_was_not_run(load, tmp_path):
@@ -713,7 +713,7 @@ def test_a_goal_without_a_result_was_not_run(load, tmp_path):
     text = load("summary").goals([tmp_path])
     assert text.splitlines()[0] == f"0 goals are met, 0 are missed, {len(none)} were not run."
     assert "| PractRand | no failure | TestU01 was run in its place |" in text
-    assert "| illegal tokens | 0 of 1e9 draws | no result is committed |" in text
+    assert "| illegal tokens (cpu, logits, fused) | 0 of 1e9 draws | no result is committed |" in text
 
 
 def test_a_goal_that_is_no_count_is_missed_by_what_is_wrong(load, tmp_path):

@@ -109,16 +109,36 @@ def none_wrong(counts: Callable[[Data], list[Count]], least: float = 1) -> Judge
     return judge
 
 
-def by_path(name: str, wrong: str, total: str, least: float) -> Judge:
-    return none_wrong(lambda data: sums(section(data, name), wrong, total, lambda row: row["path"]), least)
+def by_path(name: str, wrong: str, total: str, least: float, paths: Iterable[str]) -> Judge:
+    """The judge of a goal of no wrong one on each of ``paths``, which it claims; paths without a row are named, whether
+    it claims them or not."""
+    counted = none_wrong(lambda data: sums(section(data, name), wrong, total, lambda row: row["path"]), least)
+
+    def judge(data: Data) -> Found:
+        there = {row["path"] for row in section(data, name)}
+        every = PATHS if set(paths) <= set(PATHS) else paths
+        without = [path for path in every if path not in there]
+        words, missed = counted(data)
+        if without and words:
+            words += f"; {', '.join(without)}: no row"
+        return Found(words, missed + [f"{path}: no row" for path in without if path in paths])
+
+    return judge
 
 
-def logprob_values(data: Data) -> Found:
-    """Logprobs that are off, by path, and the largest error."""
-    rows = section(data, "logprobs")
-    found = by_path("logprobs", "wrong_values", "values", 1e6)(data)
-    largest = max((row["max_error"] for row in rows), default=0.0)
-    return Found(f"{found.words}; at most {largest:.1e}" if rows else "", found.missed)
+PATHS = ("cpu", "logits", "fused", "screened")  # ways to draw a token
+LOGPROB_PATHS = ("cpu", "logits", "fused", "prompts", "ranks")  # ways to logprobs
+
+
+def logprob_values(name: str, wrong: str, total: str, least: float, paths: Iterable[str]) -> Judge:
+    """``by_path``, and the largest error."""
+
+    def judge(data: Data) -> Found:
+        words, missed = by_path(name, wrong, total, least, paths)(data)
+        largest = max((row["max_error"] for row in section(data, name)), default=0.0)
+        return Found(f"{words}; at most {largest:.1e}" if words else "", missed)
+
+    return judge
 
 
 def logprob_errors(data: Data) -> Found:
@@ -262,61 +282,77 @@ def tokens_of_ranks(wrong: str, least: float) -> Judge:
 
 # --- goals ----------------------------------------------------------------------------------------------------------
 
-SLOW_CPU = "50 to 200 times slower than a GPU"
+
+def exact(
+    name: str,
+    goal: str,
+    counted: tuple[str, str, str, float],
+    paths: tuple[str, ...],
+    why: str = "",
+    judge: Callable[..., Judge] = by_path,
+) -> Goal:
+    """A goal of ``draws.py exact`` on each of ``paths``. counted: section, the wrong ones, of which, how many at
+    least."""
+    return Goal(f"{name} ({', '.join(paths)})", goal, "exact", judge(*counted, paths), why)
+
+
+GIVEN_LOGITS, GIVEN_HEAD = PATHS[:2], PATHS[:3]  # the paths that sections count
+SLOW_CPU = "50 to 200 times slower"
 NO_LEAK = "ten minutes do not tell a leak from noise, and stock grows too"
 GOALS: dict[str, tuple[Goal, ...]] = {
     "Exact tokens": (
-        Goal("illegal tokens", "0 of 1e9 draws", "exact", by_path("legal", "illegal", "draws", 1e9), SLOW_CPU),
-        Goal(
+        exact("illegal tokens", "0 of 1e9 draws", ("legal", "illegal", "draws", 1e9), GIVEN_HEAD, SLOW_CPU),
+        exact(
             "rows with all features: another token than the float64 reference's",
             "0 of 1e8",
-            "exact",
-            by_path("reference", "different", "rows", 1e8),
+            ("reference", "different", "rows", 1e8),
+            GIVEN_LOGITS,
             SLOW_CPU,
         ),
-        Goal(
+        exact(
             "rows with limits at temperatures from 1e-6 to 1e4: another token than the reference's",
             "0 of 1e6",
-            "exact",
-            by_path("temperatures", "different", "rows", 1e6),
+            ("temperatures", "different", "rows", 1e6),
+            GIVEN_LOGITS,
         ),
-        Goal(
+        exact(
             "rows with NaN, infinities or huge numbers, and their neighbours: another token than the reference's",
             "0 of 5,000",
-            "exact",
-            by_path("hostile", "different", "rows", 5e3),
+            ("hostile", "different", "rows", 5e3),
+            GIVEN_LOGITS,
         ),
-        Goal(
+        exact(
             "forbidden ids with hostile biases, logits and temperatures",
             "0 of 1e8 draws",
-            "exact",
-            by_path("forbidden", "illegal", "draws", 1e8),
+            ("forbidden", "illegal", "draws", 1e8),
+            GIVEN_HEAD,
             SLOW_CPU,
         ),
-        Goal(
+        exact(
             "logprobs of these draws above 0, or no number",
             "0 of 1e8",
-            "exact",
-            by_path("forbidden", "bad_logprobs", "draws", 1e8),
+            ("forbidden", "bad_logprobs", "draws", 1e8),
+            GIVEN_HEAD,
             SLOW_CPU,
         ),
-        Goal(
+        exact(
             "rows with all features: other likeliest ids than float64 has, but for near-ties",
             "0 of 1e6",
-            "exact",
-            by_path("logprobs", "wrong_ids", "rows", 1e6),
+            ("logprobs", "wrong_ids", "rows", 1e6),
+            LOGPROB_PATHS,
         ),
-        Goal(
+        exact(
             "logprobs of these rows off by more than 2e-5, or below -50 by a share of 4e-7",
             "0 of 1e6",
-            "exact",
-            logprob_values,
+            ("logprobs", "wrong_values", "values", 1e6),
+            LOGPROB_PATHS,
+            judge=logprob_values,
         ),
-        Goal(
+        exact(
             "tokens of these rows whose logprob is, bit for bit, another one than that of the same likeliest id",
             "0 of 1e6",
-            "exact",
-            by_path("logprobs", "unequal", "rows", 1e6),
+            ("logprobs", "unequal", "rows", 1e6),
+            LOGPROB_PATHS,
         ),
         Goal(
             "mean error of logprobs, ours over stock's",
