@@ -10,7 +10,7 @@ import difflib
 import logging
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 logger = logging.getLogger("sgl_flashsample")
@@ -50,10 +50,18 @@ def _switch(default: bool | None) -> _Variable:
     return _Variable(default, "1, true, yes or on, or 0, false, no or off", lambda text: _SPELLINGS[text.lower()])
 
 
-def _word(default: str, *others: str) -> _Variable:
+def _word(default: str, *others: str, on: str | None = None, off: str | None = None) -> _Variable:
+    """on, off: the words that the spellings of a switch mean too."""
     words = [default, *others]
     expected = f"{', '.join(words[:-1])} or {words[-1]}"
-    return _Variable(default, expected, lambda text: words[words.index(text.lower())])
+    known = {spelling: on if value else off for spelling, value in _SPELLINGS.items()} | {one: one for one in words}
+
+    def parse(text: str) -> str:
+        if (word := known[text.lower()]) is None:
+            raise ValueError(text)
+        return word
+
+    return _Variable(default, expected, parse)
 
 
 def _finite(text: str) -> float:
@@ -68,7 +76,7 @@ VARIABLES = {
     FILE_VARIABLE: _TEXT,
     FOLDERS_VARIABLE: _TEXT,
     FAMILY_VARIABLE: _switch(False),
-    SCREEN_VARIABLE: _word("auto", "on", "off"),
+    SCREEN_VARIABLE: _word("auto", "on", "off", on="on", off="off"),
     REQUIRE_VARIABLE: _switch(False),
     STEP_GRAPHS_VARIABLE: _switch(True),
     MODEL_GRAPHS_VARIABLE: _switch(None),
@@ -76,7 +84,7 @@ VARIABLES = {
     REPORT_PATH_VARIABLE: _switch(False),
     RANKS_VARIABLE: _switch(None),
     SPECULATION_VARIABLE: _switch(None),
-    DRAFTS_VARIABLE: _word("coupled", "greedy", "stock"),
+    DRAFTS_VARIABLE: _word("coupled", "greedy", "stock", off="stock"),
     DETERMINISTIC_VARIABLE: _switch(False),
     ANY_VERSION_VARIABLE: _switch(False),
     TRACE_VARIABLE: _TEXT,
@@ -106,29 +114,42 @@ def text(name: str, environ: Mapping[str, str] = os.environ) -> str:
 
 
 def check() -> None:
-    """At the start of a server: warn of each value that cannot be read, and of each name of ours that does not
-    exist."""
+    """At the start of a server: warn of what is wrong."""
+    for line in problems(os.environ):
+        _warn(line)
+
+
+def problems(environ: Mapping[str, str]) -> Iterator[str]:
+    """A line for each value that cannot be read, and for each name of ours that does not exist."""
     for name in VARIABLES:
-        _value(name, os.environ)
+        if line := _read(name, environ)[1]:
+            yield line
     known = {name.removeprefix(_PREFIX): name for name in VARIABLES if name != REQUESTED_VARIABLE}
-    for name in sorted(os.environ):
+    for name in sorted(environ):
         if name.startswith(_PREFIX) and name not in VARIABLES:
             nearest = difflib.get_close_matches(name.removeprefix(_PREFIX), known, n=1, cutoff=0.5)
-            _warn(f"{name} is not a variable of this package" + "".join(f"; did you mean {known[n]}?" for n in nearest))
+            yield f"{name} is not a variable of this package" + "".join(f"; did you mean {known[n]}?" for n in nearest)
 
 
 def _value(name: str, environ: Mapping[str, str]) -> Any:
+    value, line = _read(name, environ)
+    if line is not None:
+        _warn(line)
+    return value
+
+
+def _read(name: str, environ: Mapping[str, str]) -> tuple[Any, str | None]:
+    """The value, and what is wrong with what was given."""
     given, variable = environ.get(name, ""), VARIABLES[name]
     if not given.strip():
-        return variable.default
+        return variable.default, None
     try:
-        return variable.parse(given if variable is _TEXT else given.strip())
+        return variable.parse(given if variable is _TEXT else given.strip()), None
     except (KeyError, ValueError):
         default = variable.default
         in_words = default if isinstance(default, str) else f"{default or 0:g}"
         unset = "it counts as not set" if default in (None, "") else f"using {in_words}"
-        _warn(f"{name} is {given!r}; expected {variable.expected}; {unset}")
-        return default
+        return default, f"{name} is {given!r}; expected {variable.expected}; {unset}"
 
 
 def _warn(line: str) -> None:

@@ -6,7 +6,7 @@ import copy
 import time
 import types
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from sglang.srt.layers.sampler import Sampler
@@ -31,6 +31,7 @@ from .batch import (
     to_device,
 )
 from .draw import Step, draw, replayed
+from .head import HeadState
 from .lazy_logits import LazyLogits, plain
 from .row_table import NEED_FLAGS, Reason
 from .runtime import Runtime
@@ -231,11 +232,8 @@ class FlashSampler(Sampler):
         except GrammarError as error:  # its rows are SGLang's from the next step on
             runtime.stop_grammars(str(error), error.everywhere or lazy.source.exchange is None)
             raise Unserved(Reason.ERROR) from None
-        except torch.OutOfMemoryError:  # other batches may well find memory
-            if lazy.source.exchange is not None:
-                raise  # the ranks that share the head would wait for this one
-            lazy.source.out_of_memory(len(batch))
-            raise Unserved(Reason.OUT_OF_MEMORY) from None
+        except torch.OutOfMemoryError:
+            self._out_of_memory(lazy.source, len(batch))
         except Exception as error:  # a request must not fail because a path cannot serve it
             runtime.disable(f"{type(error).__name__}: {error}")
             raise Unserved(Reason.ERROR) from None
@@ -245,6 +243,8 @@ class FlashSampler(Sampler):
                     routing.native_rows = NativeRows(call.sampling_info, batch, routing, lazy.hidden.device)
                 token_ids, output = routing.native_rows.sample(self._native, preprocess, call)
                 routing.native_rows.merge(token_ids, output, drawn, call.logits_output)
+            except torch.OutOfMemoryError:
+                self._out_of_memory(lazy.source, len(batch))
             except Exception as error:  # SGLang refuses the batch again where the request is wrong
                 runtime.stop_mixing(f"{type(error).__name__}: {error}")
                 raise Unserved(Reason.ERROR) from None
@@ -253,6 +253,13 @@ class FlashSampler(Sampler):
         if asked is not None and drawn.rest is not None:
             asked.deliver(drawn.rest, call.logits_output, keeps_tensors=lazy.source.copies_tokens)
         return drawn.token_ids
+
+    def _out_of_memory(self, state: HeadState, num_rows: int) -> NoReturn:
+        """In an ``except`` clause. Other batches may well find memory."""
+        if state.exchange is not None:
+            raise  # the ranks that share the head would wait for this one
+        state.out_of_memory(num_rows)
+        raise Unserved(Reason.OUT_OF_MEMORY) from None
 
     def _native(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         with get_exec().kernel.override(sampling_backend=self.native_backend):

@@ -15,6 +15,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..files import first_line
@@ -150,6 +151,21 @@ def check_loops() -> Iterator[Finding]:
         yield Finding(OK, f"the cpu path is compiled once, into {folder}")
 
 
+def check_variables() -> Iterator[Finding]:
+    """Environment variables of this package that servers here would not read as they were meant."""
+    from .. import switches
+    from ..tables import lookup
+
+    wrong = list(switches.problems(os.environ))
+    for _ in lookup.folders(os.environ, wrong):
+        pass
+    if named := switches.text(switches.FILE_VARIABLE):
+        table, reason = lookup.load_table(Path(named))
+        wrong += [f"{switches.FILE_VARIABLE}: {named} is not used: {reason}"] if table is None else []
+    for line in wrong:
+        yield Finding(NOTE, line, "docs/operate/variables.md has the names and values")
+
+
 def check_tables() -> Iterator[Finding]:
     """The tuned tables that servers here would find for this device, and files that are none."""
     import torch
@@ -222,6 +238,7 @@ def findings() -> Iterator[Finding]:
         check_device,
         check_sglang,
         check_loops,
+        check_variables,
         check_tables,
         check_kernels,
     ]
