@@ -136,7 +136,7 @@ def test_a_table_or_scratch_of_another_head_is_named(device):
     with pytest.raises(ValueError, match=r"table is for HeadTraits\(.*vocab_size=32.*expected one for the head's Head"):
         Head(case.head, table=other)
     for given in ({"table": "h200.json"}, {"screen": True}):
-        with pytest.raises(ValueError, match=r"(table is 'h200|screen is True).*; expected a (DispatchTable|Screen) or"):
+        with pytest.raises(ValueError, match=r"(table is 'h200|screen is T).*; expected a (DispatchTable|Screen) or"):
             Head(case.head, **given)
     with pytest.raises(ValueError, match="workspace has 1 slots"):
         sample(case.hidden, Head(case.head, workspace=Workspace(1, device)), case.params)
