@@ -154,6 +154,10 @@ class _WeightState:
         """The same: a copy of ``StorageWeakRef`` would let go of a count that it never took."""
         return self
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickled, the state of no weight: the weight of another process is another one."""
+        return _WeightState, (torch.empty(0),)
+
     def is_of(self, weight: torch.Tensor) -> bool:
         if self._stepped or weight.data_ptr() != self._address or _version_of(weight) != self._version:
             return False

@@ -193,6 +193,16 @@ class LogitEdits:
                 place += first * tensor.stride(0) * tensor.element_size()
         return dataclasses.replace(self, rows=rows, places=places)
 
+    def check_types(self) -> None:
+        """Raise ValueError for an edit that is no tensor with rows, and for ``repeats`` that are no integer."""
+        if not isinstance(self.repeats, int):
+            raise ValueError(f"repeats is {self.repeats!r}; expected an integer")
+        for name in ("additive", "scaling", "mask", "bias", "rows"):
+            tensor = getattr(self, name)
+            if tensor is not None and not (isinstance(tensor, torch.Tensor) and tensor.dim()):
+                is_what = f"{tuple(tensor.shape)}" if isinstance(tensor, torch.Tensor) else f"a {type(tensor).__name__}"
+                raise ValueError(f"{name} is {is_what}; expected a tensor with a row per row of the batch, or None")
+
     @property
     def tensors(self) -> tuple[torch.Tensor | None, ...]:
         """The edits in their order, that of ``Edit`` and of ``places``."""
@@ -381,14 +391,22 @@ class BatchParams:
         variant = (truncation is None, edit_variant, scale is None, softcap and len(softcap))
         return FeatureOperands(truncation, edits, scale, softcap, int(given), variant)
 
+    def check_types(self) -> None:
+        """Raise ValueError for a truncation or edits of another type: before a path is chosen by them."""
+        for field, value, kind in (("truncation", self.truncation, Truncation), ("edits", self.edits, LogitEdits)):
+            if value is not None and not isinstance(value, kind):
+                raise ValueError(f"{field} is a {type(value).__name__}; expected {kind.__name__} or None")
+        if self.truncation is not None and not isinstance(self.truncation.max_top_k, int | None):
+            raise ValueError(f"max_top_k is {self.truncation.max_top_k!r}; expected an integer or None")
+        if self.edits is not None:
+            self.edits.check_types()
+
     def check_rows(self, num_rows: int, like: torch.Tensor) -> None:
         """Raise ValueError unless there is one value per row, edits apart, on the device of ``like``."""
         check_tensor("temperature", self.temperature, (num_rows,), torch.float32, like)
         check_tensor("seed", self.seed, (num_rows,), torch.int64, like)
         check_tensor("position", self.position, (num_rows,), torch.int64, like)
-        for field, value, kind in (("truncation", self.truncation, Truncation), ("edits", self.edits, LogitEdits)):
-            if value is not None and not isinstance(value, kind):
-                raise ValueError(f"{field} is a {type(value).__name__}; expected {kind.__name__} or None")
+        self.check_types()
         if self.truncation is not None:
             self.truncation.check(num_rows, like)
 

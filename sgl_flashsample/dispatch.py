@@ -64,7 +64,10 @@ class DispatchTable:
         self._dense = {
             kind: tuple(self.choice(rows, kind).config for rows in range(DENSE_ROWS + 1)) for kind in BATCH_KINDS
         }
-        self._checked: Callable[[], LMHead | None] = lambda: None  # weak: tables outlive heads
+        self._checked: Callable[[], LMHead | None] = _no_head  # weak: tables outlive heads
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"_checked": _no_head}  # a weak reference cannot be pickled
 
     def choice(self, num_rows: int, kind: BatchKind = PLAIN) -> Choice:
         """The configuration of a batch, and the kinds whose sizes were looked up for it."""
@@ -160,6 +163,10 @@ class DispatchTable:
     def _replaced(self, **changes: Any) -> DispatchTable:
         same: dict[str, Any] = {"tuned": self._tuned, "flashinfer": self.flashinfer, "screening": self.screening}
         return DispatchTable(self.traits, measured=self._measured, **(same | changes))
+
+
+def _no_head() -> None:
+    """The head of a table that was compared with none yet."""
 
 
 @functools.lru_cache(maxsize=256)

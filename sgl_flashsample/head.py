@@ -17,7 +17,7 @@ from .kernels.config import ReadConfig
 from .kernels.params import BatchParams, LMHead, LogitsSpec, SampleOutput
 from .kernels.workspace import LogprobWorkspace, Workspace
 from .kinds import BatchKind, Config, SamplingPath
-from .logprobs import Logprobs, WantedLogprobs
+from .logprobs import Logprobs, WantedLogprobs, check_wanted
 from .paths import LogprobScratch
 from .screen import Screen
 from .tables.lookup import resolve
@@ -61,6 +61,9 @@ class Head:
         if max_rows < 0:
             raise ValueError(f"max_rows is {max_rows}; expected 0 or more")
         lm_head = lm_head if isinstance(lm_head, LMHead) else LMHead(lm_head)
+        for name, value, kind in (("table", table, DispatchTable), ("screen", screen, Screen)):
+            if value is not None and not isinstance(value, kind):
+                raise ValueError(f"{name} is {value!r}; expected a {kind.__name__} or None")
         self._table = default_table(lm_head) if table is None else table
         self._table.check(lm_head)
         self._parts = paths.Parts(lm_head, self._table.truncation_config, workspace, screen)
@@ -269,7 +272,7 @@ class Head:
             raise ValueError(f"path is {str(path)!r}; expected 'logits' or None where logprobs are asked for")
         lm_head, num_rows = self.lm_head, len(hidden)
         self._table.check(lm_head)
-        wanted.check(num_rows, hidden)
+        check_wanted(wanted, num_rows, hidden)
         config = self._table.lookup(num_rows, BatchKind.of(params))
         with paths.on_device_of(hidden):
             in_host_memory = draws_in_host_memory(hidden.device)
@@ -349,7 +352,7 @@ class Head:
         """``draw_from_logits``, with logprobs as ``draw_with_logprobs``, relative to the whole vocabulary."""
         check_rows("logits", logits)
         check_params(params)
-        wanted.check(logits.shape[0], logits)
+        check_wanted(wanted, logits.shape[0], logits)
         spec = self._spec_of_rows(vocab_size)
         scratch = self._scratch_of_rows(len(logits), spec)
         return paths.read_logits_with_logprobs(logits, spec, params, wanted, scratch)
@@ -425,9 +428,10 @@ class Head:
 
 
 def check_params(params: BatchParams) -> None:
-    """Raise ValueError for parameters of another type."""
+    """Raise ValueError for parameters, a truncation or edits of another type."""
     if not isinstance(params, BatchParams):
         raise ValueError(f"params is a {type(params).__name__}; expected BatchParams")
+    params.check_types()
 
 
 def check_rows(name: str, rows: torch.Tensor) -> None:

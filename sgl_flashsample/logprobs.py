@@ -50,17 +50,6 @@ class WantedLogprobs(NamedTuple):
             raise ValueError(f"logprobs is {logprobs!r}; expected WantedLogprobs, or the number of the likeliest ids")
         return cls(logprobs)
 
-    def check(self, num_rows: int, like: torch.Tensor) -> None:
-        """Raise ValueError unless this fits a batch of ``num_rows`` rows on the device of ``like``."""
-        if self.top != 0:
-            check_k(self.top, "wanted.top")
-        if self.counts is not None:
-            check_rows("wanted.counts", self.counts, (num_rows,), torch.int32, like)
-        if self.token_ids is not None:
-            check_ids(self.token_ids, num_rows, like, "wanted.token_ids")
-        if self.temperature is not None:
-            check_rows("wanted.temperature", self.temperature, (num_rows,), torch.float32, like)
-
     def rows(self, start: int, stop: int, num_rows: int) -> WantedLogprobs:
         """The logprobs of the rows from ``start`` to ``stop`` of ``num_rows``, as views."""
         counts = None if self.counts is None else self.counts[start:stop]
@@ -69,6 +58,21 @@ class WantedLogprobs(NamedTuple):
             token_ids = token_ids[start:stop]
         temperature = None if self.temperature is None else self.temperature[start:stop]
         return self._replace(counts=counts, token_ids=token_ids, temperature=temperature)
+
+
+def check_wanted(wanted: WantedLogprobs, num_rows: int, like: torch.Tensor) -> None:
+    """Raise ValueError unless ``wanted`` is of this type and fits a batch of ``num_rows`` rows on the device of
+    ``like``."""
+    if not isinstance(wanted, WantedLogprobs):
+        raise ValueError(f"wanted is {wanted!r}; expected WantedLogprobs")
+    if wanted.top != 0:
+        check_k(wanted.top, "wanted.top")
+    if wanted.counts is not None:
+        check_rows("wanted.counts", wanted.counts, (num_rows,), torch.int32, like)
+    if wanted.token_ids is not None:
+        check_ids(wanted.token_ids, num_rows, like, "wanted.token_ids")
+    if wanted.temperature is not None:
+        check_rows("wanted.temperature", wanted.temperature, (num_rows,), torch.float32, like)
 
 
 class Logprobs(NamedTuple):
@@ -151,7 +155,7 @@ def read_logprobs(
     drawn: a draw from these rows with logprobs, at the temperatures of ``rows``: its log-masses are taken. Never
     synchronises. Raises ValueError for a tensor of another shape, dtype, layout or device.
     """
-    wanted.check(rows.num_rows, rows.logits)
+    check_wanted(wanted, rows.num_rows, rows.logits)
     check_rows("token_ids", token_ids, (rows.num_rows,), torch.int64, rows.logits)
     # Where others are read, the token's is read with them: the same number, bit for bit, as that of the same id.
     of_tokens = None if drawn is None or wanted.top or wanted.token_ids is not None else drawn.logprobs

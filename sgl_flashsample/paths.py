@@ -38,7 +38,7 @@ from .kernels.sample_logits import read_slots, sample_logits
 from .kernels.screened_sample import screened_sample
 from .kernels.workspace import LogprobWorkspace, Workspace
 from .kinds import BatchKind, Config, SamplingPath
-from .logprobs import Logprobs, WantedLogprobs, read_logprobs
+from .logprobs import Logprobs, WantedLogprobs, check_wanted, read_logprobs
 from .screen import Screen, unsupported_head
 
 MAX_CHUNK_ROWS = 1024  # of a prompt, whose logits are in memory at a time
@@ -231,7 +231,7 @@ def logprobs_in_chunks(
     where ``MAX_CHUNK_BYTES`` says so. Raises ValueError for arguments that do not fit."""
     head, num_rows = parts.lm_head, hidden.shape[0]
     head.check(hidden)
-    wanted.check(num_rows, hidden)
+    check_wanted(wanted, num_rows, hidden)
     check_tensor("token_ids", token_ids, (num_rows,), torch.int64, hidden)
     found = Logprobs.empty(wanted, num_rows, hidden.device)
     row_bytes = cdiv(head.weight.shape[0], GROUP_SIZE) * GROUP_SIZE * gemm_dtype(head).itemsize

@@ -112,14 +112,19 @@ _DEFAULT = SamplingParams()
 
 
 class _Rows(NamedTuple):
-    """The tensors made of ``params``, ``[B]`` each. stay: they have the numbers of ``params`` also at the next call: of
-    its tensors, none was copied."""
+    """The tensors made of ``params`` and of the seed of the ``Sampler``, ``[B]`` each. stay: they have the numbers of
+    ``params`` also at the next call: of its tensors, none was copied."""
 
     params: SamplingParams
+    sampler_seed: int
     stay: bool
     temperature: torch.Tensor
     seed: torch.Tensor
     truncation: Truncation | None
+
+    def serve(self, num_rows: int, sampler_seed: int) -> bool:
+        """True if these are the tensors of the next call, too, with the same ``params``."""
+        return self.stay and len(self.seed) == num_rows and self.sampler_seed == sampler_seed
 
 
 class Sampler:
@@ -138,7 +143,8 @@ class Sampler:
     after each, or its tokens are wrong. max_rows: rows of the largest batch
     that scratch is made for at first; a larger batch makes it anew. seed: an int64, for rows without a seed of their
     own; drawn from the system where None. tuned: the file of a tuned table, instead of the one that fits. Several
-    threads may call it, on one stream of the device.
+    threads may call it, on one stream of the device. One that was pickled draws the same tokens, and without the screen
+    until that is rebuilt.
 
     Raises ValueError for a head that cannot be served, and on a machine without a device for the kernels.
     """
@@ -222,7 +228,7 @@ class Sampler:
                 self.head.lm_head.check(hidden)
                 self.head.grow(num_rows)
             rows = self._rows
-            if rows is None or rows.params is not params or len(rows.seed) != num_rows or not rows.stay:
+            if rows is None or rows.params is not params or not rows.serve(num_rows, self.seed):
                 rows = self._rows = self._rows_of(params, num_rows)
             if position is None:
                 position = self.calls
@@ -251,7 +257,7 @@ class Sampler:
             )
             made += [(getattr(params, name), getattr(truncation, name)) for name in _OFF]
         stay = all(tensor is given or not isinstance(given, torch.Tensor) for given, tensor in made)
-        return _Rows(params, stay, temperature, seeds, truncation)
+        return _Rows(params, self.seed, stay, temperature, seeds, truncation)
 
 
 def _tensor(name: str, value: Any, num_rows: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

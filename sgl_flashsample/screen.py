@@ -42,6 +42,8 @@ class Screen:
     _copy = Int8Head
 
     def __init__(self, head: LMHead, max_rows: int, *, announces_writes: bool = False) -> None:
+        if not isinstance(head, LMHead):
+            raise ValueError(f"head is a {type(head).__name__}; expected an LMHead")
         head = head.current
         if (reason := unsupported_head(head)) is not None:
             raise ValueError(f"the head cannot be screened: {reason}")

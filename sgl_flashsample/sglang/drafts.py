@@ -216,6 +216,8 @@ class Drafts:
         params = params.repeated(len(hidden) // num_requests)
         state, drawn = self.runtime.draft_head, []
         assert state is not None
+        if state not in self.runtime.heads and not state.is_current():  # a head of the target is followed in its steps
+            state.update(1)
         if state.head.lm_head is not self._head.lm_head:  # the model has got another weight
             self._head.replace(state.head.lm_head)
         for start in range(0, len(hidden), self._max_rows):

@@ -153,12 +153,13 @@ class Exchange:
             regions[self.rank].zero_()
             torch.cuda.synchronize()
             memory = PeerMemory(regions, self.rank, max_rows, width, dtype)
-            self._allocated = region, handle  # the regions are views, which do not keep the memory
         except Exception as error:
-            logger.warning("flashsample: memory for exchanges between ranks cannot be shared: %s", error)
+            # Its text alone: a log that is kept would keep the region, which the error's traceback has.
+            logger.warning("flashsample: memory for exchanges between ranks cannot be shared: %s", str(error))
         # No rank writes to a region before it is zero.
         if all(RankSync(group).of_all(memory is not None)):
             self.memory = memory
+            self._allocated = region, handle  # the regions are views, which do not keep the memory
 
     def of_all(self, values: list[int]) -> list[list[int]]:
         """The values of all ranks, in their order, each of as many. They travel through host memory, in each step."""

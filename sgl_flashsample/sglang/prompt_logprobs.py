@@ -11,6 +11,7 @@ prompt are stored already. ``PromptHooks.prepare_for_extend`` takes them back, s
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import time
@@ -274,7 +275,10 @@ def drop_stored(batch: Any) -> None:
     token_ids: torch.Tensor = batch.extend_input_logprob_token_ids
     parts = token_ids.split([length - start for length, start in zip(lengths, starts, strict=True)])
     kept = torch.cat([token_ids[:0], *(part for part, drop in zip(parts, stored, strict=True) if not drop)])
-    batch.extend_input_logprob_token_ids = kept.pin_memory() if token_ids.is_pinned() else kept
+    if token_ids.is_pinned():
+        with contextlib.suppress(RuntimeError):  # not pinned it is copied slower; a rank must not ask for other rows
+            kept = kept.pin_memory()
+    batch.extend_input_logprob_token_ids = kept
     batch.extend_logprob_start_lens = [
         length if drop else start for length, start, drop in zip(lengths, starts, stored, strict=True)
     ]

@@ -314,23 +314,15 @@ class Runtime:
                 prepared[key] = self._heads.get(key) or self._prepare(processor, lm_head, starting=True)
         except Exception as error:  # the other ranks wait for an answer
             failure = f"{type(error).__name__}: {error}"
-        agreed = self._agree_on_heads(list(prepared.values()), failure)
+        try:
+            agreed = self._try_with_ranks(prepared, failure)
+        except Exception as error:
+            if self._ranks.num_ranks == 1:
+                raise
+            raise self._rank_error(f"{type(error).__name__}: {error}") from error
         if not agreed and self._ranks.num_ranks > 1:
             self.inactive_reason = LATE_ON_RANKS
             return self.announce_inactive()
-        if self._ranks.num_ranks > 1 and None in agreed:
-            # No rank comes here without the others: the exchange itself can be tried, and its result is agreed on.
-            for place, (key, one) in enumerate(prepared.items()):
-                if agreed[place] is None and isinstance(one, HeadState):
-                    try:
-                        prepared[key] = one.check_exchange() or one
-                    except Exception as error:
-                        raise self._rank_error(f"{type(error).__name__}: {error}") from error
-            tried = self._agree_on_heads(list(prepared.values()))
-            agreed = [first or second for first, second in zip(agreed, tried, strict=True)]
-        served = [one for one, reason in zip(prepared.values(), agreed, strict=False) if reason is None]
-        if None in agreed:
-            self._race_screens([one for one in served if isinstance(one, HeadState)])
         admitted = zip(prepared.items(), agreed, strict=False)
         # Heads that are served come first: the log line of another one says whether there are any.
         for (key, one), reason in sorted(admitted, key=lambda pair: pair[1] is not None):
@@ -408,6 +400,25 @@ class Runtime:
             state.was_recaptured = state.was_recaptured or hidden.shape[0] in state.captured
             state.captured[hidden.shape[0]] = hidden
         return True
+
+    def _try_with_ranks(
+        self, prepared: dict[tuple[int, int], HeadState | str], failure: str | None
+    ) -> list[str | None]:
+        """``_agree_on_heads``, before and after a trial of the exchange, and a race of the screens. The others wait for
+        the answers of a rank until this has returned. Heads whose exchange goes wrong become the reason in
+        ``prepared``."""
+        agreed = self._agree_on_heads(list(prepared.values()), failure)
+        if self._ranks.num_ranks > 1 and None in agreed:
+            # No rank comes here without the others: the exchange itself can be tried, and its result is agreed on.
+            for place, (key, one) in enumerate(prepared.items()):
+                if agreed[place] is None and isinstance(one, HeadState):
+                    prepared[key] = one.check_exchange() or one
+            tried = self._agree_on_heads(list(prepared.values()))
+            agreed = [first or second for first, second in zip(agreed, tried, strict=True)]
+        served = [one for one, reason in zip(prepared.values(), agreed, strict=False) if reason is None]
+        if None in agreed:
+            self._race_screens([one for one in served if isinstance(one, HeadState)])
+        return agreed
 
     def _agree_on_heads(self, prepared: list[HeadState | str], failure: str | None = None) -> list[str | None]:
         """The reason that any rank has against each head. prepared: the heads of this rank, or why SGLang has to serve

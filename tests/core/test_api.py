@@ -16,7 +16,7 @@ from kernel_cases import expected, make_case, reference, take
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import sgl_flashsample
-from sgl_flashsample import Head, LMHead, SamplingPath, argmax, sample, sample_from_logits
+from sgl_flashsample import Head, LMHead, SamplingPath, Truncation, argmax, sample, sample_from_logits
 from sgl_flashsample.dispatch import default_table
 from sgl_flashsample.kernels.params import Edit
 from sgl_flashsample.kernels.workspace import Workspace
@@ -60,7 +60,8 @@ def test_a_path_is_named_by_its_word_and_another_word_is_refused_with_the_list(d
 
 def test_arguments_of_another_type_are_refused_by_name(device):
     case = example(device)
-    params = case.params
+    params, rows = case.params, case.params.temperature
+    top_k = Truncation(rows.int(), rows, rows, max_top_k="5")
     for arguments, words in (
         ((case.hidden.cpu().numpy(), case.head, params), r"hidden is a ndarray; expected a \[B, D\] tensor"),
         ((case.hidden[0], case.head, params), r"hidden has shape \(\d+,\); expected a \[B, D\] tensor"),
@@ -68,6 +69,9 @@ def test_arguments_of_another_type_are_refused_by_name(device):
         ((case.hidden, case.head, {"temperature": 1.0}), "params is a dict; expected BatchParams"),
         ((case.hidden, case.head, dataclasses.replace(params, temperature=0.7)), "temperature is a float; expected a"),
         ((case.hidden, case.head, dataclasses.replace(params, seed=None)), "seed is a NoneType; expected a tensor"),
+        ((case.hidden, case.head, dataclasses.replace(params, truncation=(5, 1.0, 0.0))), "truncation is a tuple; exp"),
+        ((case.hidden, case.head, dataclasses.replace(params, truncation=top_k)), "max_top_k is '5'; expected an"),
+        ((case.hidden, case.head, dataclasses.replace(params, edits={})), "edits is a dict; expected LogitEdits or"),
     ):
         with pytest.raises(ValueError, match=words):
             sample(*arguments)
@@ -131,6 +135,9 @@ def test_a_table_or_scratch_of_another_head_is_named(device):
     other = default_table(LMHead(case.head.weight[:32]))
     with pytest.raises(ValueError, match=r"table is for HeadTraits\(.*vocab_size=32.*expected one for the head's Head"):
         Head(case.head, table=other)
+    for given in ({"table": "h200.json"}, {"screen": True}):
+        with pytest.raises(ValueError, match=r"(table is 'h200|screen is T).*; expected a (DispatchTable|Screen) or"):
+            Head(case.head, **given)
     with pytest.raises(ValueError, match="workspace has 1 slots"):
         sample(case.hidden, Head(case.head, workspace=Workspace(1, device)), case.params)
 

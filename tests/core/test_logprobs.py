@@ -550,6 +550,8 @@ def test_rows_and_heads_that_do_not_fit_are_named(device):
         (lambda: head.logprobs_of(case.hidden, tokens.int(), WantedLogprobs()), "token_ids is .*int32"),
         (lambda: head.logprobs_of(case.hidden, tokens, WantedLogprobs(), chunk_rows=0), "chunk_rows is 0; expected 1"),
         (lambda: head.draw_with_logprobs(case.hidden, None, WantedLogprobs()), "params is a NoneType"),
+        (lambda: head.draw_with_logprobs(case.hidden, case.params, 3), "wanted is 3; expected WantedLogprobs"),
+        (lambda: head.logprobs_of(case.hidden, tokens, 3), "wanted is 3; expected WantedLogprobs"),
         (
             lambda: head.draw_with_logprobs(
                 case.hidden, dataclasses.replace(case.params, seed=tokens[:1]), WantedLogprobs()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import copy
+import pickle
 import re
 import threading
 import time
@@ -92,6 +93,14 @@ def test_parameters_of_one_call_are_not_those_of_the_next(case):
     params = SamplingParams(temperature=5.0, seed=2)
     drawn = [each(case.hidden, params, position=1).token_ids for each in (sampler, fresh)]
     assert torch.equal(*drawn)
+
+
+def test_a_seed_that_the_sampler_is_given_between_calls_is_that_of_the_next(case):
+    sampler, params = Sampler(case.head, seed=3), SamplingParams(temperature=5.0)
+    sampler(case.hidden, params)
+    sampler.seed = 4
+    want = Sampler(case.head)(case.hidden, SamplingParams(temperature=5.0, seed=4), position=1)
+    assert torch.equal(sampler(case.hidden, params).token_ids, want.token_ids)
 
 
 @pytest.mark.slow
@@ -261,6 +270,18 @@ def test_numbers_of_numpy_are_numbers_and_a_copy_draws_what_its_original_draws(c
     params = SamplingParams(temperature=np.float32(0.7), top_k=np.full(num_rows, 5))
     for position in (np.arange(num_rows), [*np.arange(num_rows)]):
         assert torch.equal(numpy_s(case.hidden, params, position=position).token_ids, want.token_ids)
+
+
+def test_a_sampler_that_was_pickled_draws_the_same_and_has_its_screen_once_that_is_rebuilt(case):
+    sampler, params = Sampler(case.head, seed=3, screen=True), SamplingParams(temperature=0.7)
+    sampler(case.hidden, params)
+    loaded, hidden = pickle.loads(pickle.dumps((sampler, case.hidden)))
+    want = sampler(case.hidden, params).token_ids
+    assert torch.equal(loaded(hidden, params).token_ids, want)
+    screen, head = loaded.head.screen, loaded.head.lm_head
+    assert not screen.serves(head)
+    screen.rebuild(head)
+    assert screen.serves(head) and torch.equal(loaded(hidden, params, position=1).token_ids, want)
 
 
 def test_scratch_that_inference_mode_has_made_serves_outside_of_it(case):

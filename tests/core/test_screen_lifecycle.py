@@ -259,11 +259,12 @@ def test_what_a_screen_will_hold_is_known_to_the_byte(device, vocab, hidden, row
 @pytest.mark.parametrize(
     "head, rows, message",
     [
+        (torch.zeros(32, 8), 1, "head is a Tensor; expected an LMHead"),
         (LMHead(torch.zeros(32, 8), logit_scale=-1.0), 1, "cannot be screened: its logit_scale is -1.0"),
         (LMHead(torch.zeros(1, MAX_HIDDEN + 1)), 1, f"cannot be screened: its hidden size is {MAX_HIDDEN + 1}"),
         (LMHead(torch.zeros(32, 8)), 0, "max_rows is 0; expected 1 or more"),
     ],
-    ids=["negative scale", "wide", "no rows"],
+    ids=["a tensor", "negative scale", "wide", "no rows"],
 )
 def test_a_screen_that_cannot_be_says_why(head, rows, message):
     with pytest.raises(ValueError, match=message):

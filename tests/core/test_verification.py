@@ -177,6 +177,10 @@ def test_a_batch_without_rows_gains_nothing(model, device):
     assert out.token_ids.shape == out.nodes.shape == out.logprobs.shape == (0, 4) and out.num_tokens.shape == (0,)
 
 
+def with_edits(**edits) -> BatchParams:
+    return BatchParams(torch.ones(2), *torch.zeros(2, 2).long(), edits=LogitEdits(**edits))
+
+
 @pytest.mark.parametrize(
     "changed, message",
     [
@@ -192,6 +196,9 @@ def test_a_batch_without_rows_gains_nothing(model, device):
         ({"params": {}}, "params is a dict; expected BatchParams"),
         ({"params": BatchParams([1.0, 1.0], *torch.zeros(2, 2).long())}, "temperature is a list; expected a tensor"),
         ({"params": BatchParams(torch.ones(2), *torch.zeros(2, 2).long(), 5)}, "truncation is a int; expected Trunc"),
+        ({"params": with_edits(mask=[[True] * 100] * 2)}, "mask is a list; expected a tensor with a row per row"),
+        ({"params": with_edits(bias=torch.tensor(1.0))}, "bias is \\(\\); expected a tensor with a row per row"),
+        ({"params": with_edits(repeats="2")}, "repeats is '2'; expected an integer"),
         ({"tree": DraftTree([1], [2], [3])}, "tree.first_child is a list; expected an int64 tensor"),
         ({"lm_head": LMHead(torch.zeros(96, 64), shards=2)}, "lm_head is one of 2 shards; verify expects a whole"),
         (

@@ -272,7 +272,7 @@ class Far(torch.Tensor):
             {"edits": LogitEdits(bias=torch.zeros(3, 16), repeats=3)},
             r"bias is \(3, 16\) .*; expected contiguous \(1, 16\)",
         ),
-        ({"edits": LogitEdits(bias=torch.tensor(1.0))}, r"bias is \(\) .*; expected contiguous \(3, 16\)"),
+        ({"edits": LogitEdits(bias=torch.tensor(1.0))}, r"bias is \(\); expected a tensor with a row per row"),
         ({"edits": LogitEdits(mask=torch.zeros(3, dtype=torch.bool))}, r"mask is \(3,\) .*; expected contiguous"),
         (
             {"edits": LogitEdits(bias=torch.zeros(3, 16).as_subclass(Far))},

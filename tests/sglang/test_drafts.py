@@ -389,7 +389,8 @@ def test_a_head_that_is_the_targets_is_not_prepared_again(server, head):
 
 
 def test_a_draft_model_with_a_head_of_its_own_is_drawn_from_it(server, hidden, info_of, device):
-    """STANDALONE's is prepared when it has loaded, and is then the one whose drafts are drawn."""
+    """STANDALONE's is prepared when it has loaded, and is then the one whose drafts are drawn, with the weight that it
+    has by then."""
     draft_head = make_head(weights(device, seed=9, dtype=torch.float32))
     drafting = server(lm_head=draft_head, attach=False)
     drafting.runtime.prepares_drafts = True
@@ -400,9 +401,11 @@ def test_a_draft_model_with_a_head_of_its_own_is_drawn_from_it(server, hidden, i
     assert drafting.runtime.draft_head is prepared
     drafting.load(info_of(requests_at(1.0, 4)))
     states = hidden(4)
-    seen = drafting.decode(states)
-    want = drawn((states @ draft_head.weight.T)[:, :VOCAB], [1.0] * 4, list(range(4)), [FIRST + 1] * 4)
-    assert seen.argmax(-1).tolist() == want
+    for weight in (draft_head.weight, -draft_head.weight):
+        draft_head.weight = weight
+        seen = drafting.decode(states)
+        want = drawn((states @ weight.T)[:, :VOCAB], [1.0] * 4, list(range(4)), [FIRST + 1] * 4)
+        assert seen.argmax(-1).tolist() == want
 
 
 def test_a_screen_that_graphs_were_captured_with_is_written_anew_in_its_place_and_never_freed(

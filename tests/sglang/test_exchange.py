@@ -290,3 +290,5 @@ def test_where_one_rank_has_no_memory_for_an_exchange_all_use_collectives(connec
     exchange, reserved = connected(**fault)
     assert exchange.memory is None and (reserved is None) is not fault.keys().isdisjoint({"fails", "reach"})
     assert connected.opened == opened, "no rank waits to open memory that another does not have"
+    gc.collect()
+    assert reserved is None or reserved() is None, "memory that is not exchanged through is given back"

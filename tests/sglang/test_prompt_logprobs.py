@@ -507,6 +507,18 @@ def test_after_a_retraction_nothing_is_asked_for_that_sglang_has(prompts, starts
     assert batch.extend_input_logprob_token_ids.dtype is torch.int64
 
 
+def test_a_rank_that_finds_no_memory_to_pin_asks_for_the_rows_that_the_others_ask_for(prompts, monkeypatch, caplog):
+    def pin_memory(ids: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("a fault")
+
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda ids: True)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin_memory)
+    batch = prepared([0, 2], [[], None])
+    prompts.prepare_for_extend(None, batch)
+    assert batch.extend_logprob_start_lens == [4, 2] and batch.extend_input_logprob_token_ids.tolist() == [22, 23]
+    assert not caplog.records
+
+
 @pytest.mark.parametrize(
     "fields",
     [

@@ -15,6 +15,7 @@ import sys
 import types
 import weakref
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -216,16 +217,17 @@ class Peers:
     first_reason = RankSync.first_reason
 
 
-def test_a_trial_exchange_that_fails_on_one_rank_ends_it_before_the_others_wait(server_config):
+@pytest.mark.parametrize("place", ["check_exchange", "_agree_on_heads", "_race_screens"])
+def test_a_rank_that_fails_at_the_start_ends_before_the_others_wait(server_config, monkeypatch, place):
     """Nothing is served yet, and the other rank is in the exchange already."""
     runtime, state = Runtime(None), make_state(CPU)
     serve(runtime, state)
     runtime._ranks = Peers()
 
-    def no_memory() -> str | None:
+    def no_memory(*arguments: Any) -> str | None:
         raise torch.OutOfMemoryError("a fault")
 
-    state.check_exchange = no_memory
+    monkeypatch.setattr(HeadState if place == "check_exchange" else Runtime, place, no_memory)
     runner = types.SimpleNamespace(is_generation=True, is_draft_worker=False, model=model_of(state))
     with pytest.raises(RankError, match=r"sampling failed on rank 0 \(of 0 to 1\); .*: OutOfMemoryError: a fault"):
         StepHooks(runtime).load_model(None, runner)
