@@ -12,10 +12,11 @@ import sys
 import torch
 
 from sgl_flashsample import BatchParams, sample_from_logits
+from sgl_flashsample.sampler import seed_of_sample
 
 
 class Draw:
-    """Rows have the seeds ``seed``, ``seed + 1``, ..."""
+    """Rows have the seeds of the samples of ``seed``."""
 
     def __init__(self, temperature, seed):
         self.temperature, self.seed = temperature, seed
@@ -24,7 +25,7 @@ class Draw:
         def rows(value, dtype):
             return torch.full((len(logits),), value, dtype=dtype, device=logits.device)
 
-        seeds = rows(self.seed, torch.int64) + torch.arange(len(logits), device=logits.device)
+        seeds = torch.tensor([seed_of_sample(self.seed, row) for row in range(len(logits))], device=logits.device)
         params = BatchParams(rows(self.temperature, torch.float32), seeds, rows(ids.shape[1], torch.int64))
         drawn = sample_from_logits(logits, params).token_ids
         return torch.full_like(logits, float("-inf")).scatter(1, drawn[:, None], 0.0)

@@ -337,6 +337,9 @@ def bench(options: argparse.Namespace, arguments: list[str]) -> int:
     for option in ("--host", "--port", "--nccl-port"):
         if any(argument.split("=")[0] == option for argument in arguments):
             raise ValueError(f"bench chooses {option} of its two servers itself; leave it out")
+    for option in ("--api-key", "--admin-api-key"):
+        if any(argument.split("=")[0] == option for argument in arguments):
+            raise ValueError(f"bench asks its two servers without a key; leave {option} out")
     for option, file in (("--json", options.json), ("--html", options.html)):
         if file is not None:
             check_writable(file, option)  # now, not after the measurement

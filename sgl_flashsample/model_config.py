@@ -83,6 +83,16 @@ def config_file(model: str) -> Path:
     )
 
 
+def _defaults_of(config: dict[str, Any]) -> dict[str, Any]:
+    """What transformers takes where the config of a text model has no entry: Gemma 3's has no vocabulary size. Nothing
+    without transformers, or of a model that it does not know."""
+    with contextlib.suppress(Exception):
+        from transformers import AutoConfig
+
+        return AutoConfig.for_model(**config).get_text_config().to_dict()
+    return {}
+
+
 def _text_config(model: str, given: Collection[str]) -> dict[str, Any]:
     """The config's entries; of a multimodal model, those of its text model. given: names that it need not have."""
     path = config_file(model)
@@ -96,6 +106,8 @@ def _text_config(model: str, given: Collection[str]) -> dict[str, Any]:
     text = dict(config)
     if isinstance(inner := config.get("text_config"), dict):
         text |= {name: value for name, value in inner.items() if value is not None}
+    if any(name not in text for name in ("vocab_size", "hidden_size")):
+        text = _defaults_of(config) | text
     for name in ("vocab_size", "hidden_size"):
         if name not in given and type(text.get(name)) is not int:
             raise HeadError(f"{path} has no integer {name}")

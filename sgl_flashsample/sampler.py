@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import os
 import secrets
 import threading
@@ -51,6 +52,15 @@ def _check_numbers(name: str, value: Any, valid: Callable[[Any], bool], expected
             raise ValueError(f"{name} is {number!r}; expected {expected}")
 
 
+def seed_of_sample(seed: int, sample: int) -> int:
+    """The seed of one of several samples that share a seed, an int64: sample 0 has the seed itself. Those of different
+    seeds have nothing in common."""
+    if sample == 0:
+        return seed
+    digest = hashlib.blake2b(f"seed {seed}, sample {sample}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)
+
+
 def _is_int64(number: Any) -> bool:
     return isinstance(number, int) and -(2**63) <= number < 2**63
 
@@ -61,8 +71,8 @@ class SamplingParams:
     or a ``[B]`` tensor, whose numbers are those that it has when it is drawn with.
 
     temperature: 0 is greedy, else 1e-6 to 1e30. top_k: that many tokens; 0 or less is off. top_p: in (0, 1], 1 is off.
-    min_p: in [0, 1], 0 is off. What each allows is in ``Truncation``. seed: any int64; of one number, the rows get it
-    and those that follow it. None: seeds of the ``Sampler``.
+    min_p: in [0, 1], 0 is off. What each allows is in ``Truncation``. seed: any int64; of one number, each row
+    gets another (``seed_of_sample``). None: seeds of the ``Sampler``.
 
     Raises ValueError for numbers out of these ranges. Tensors are not looked into, as that would wait for the device;
     those of floating point are refused where integers are expected.
@@ -212,7 +222,9 @@ class Sampler:
 
         params: temperature 1 for all where None; what is made of the last object's numbers is kept for calls with the
         same object. position: of each token in its sequence, so that a seed gives the same tokens again; the number of
-        calls so far where None. edits, return_logprob, logprobs: as for ``api.sample``.
+        calls so far where None. Rows without a seed draw with the same noise again where place in the batch and
+        position are those of an earlier call: where places pass from one request to the next, give each its seed.
+        edits, return_logprob, logprobs: as for ``api.sample``.
 
         Raises ValueError for an argument of another type, shape, dtype or device.
         """
@@ -244,7 +256,7 @@ class Sampler:
         device = self.head.lm_head.weight.device
         seed = _plain(self.seed if params.seed is None else params.seed)
         if isinstance(seed, int):
-            seed = [(seed + row + 2**63) % 2**64 - 2**63 for row in range(num_rows)]
+            seed = [seed_of_sample(seed, row) for row in range(num_rows)]
         temperature = _tensor("temperature", params.temperature, num_rows, torch.float32, device)
         seeds = _tensor("seed", seed, num_rows, torch.int64, device)
         made, truncation = [(params.temperature, temperature), (params.seed, seeds)], None

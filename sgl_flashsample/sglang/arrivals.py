@@ -13,6 +13,8 @@ import hashlib
 import itertools
 from typing import Any, NamedTuple
 
+from ..sampler import seed_of_sample
+
 _ATTRIBUTE = "_flashsample_arrival"  # on a request
 _BLOCK = 64  # requests whose seeds are made at once
 
@@ -60,7 +62,7 @@ class Arrivals:
             return _seeds_of(server_seed, self.rank, block)[place]
         if arrival.sample == 0:
             return (seed + 2**63) % 2**64 - 2**63  # older SGLang lets any integer through
-        return _hash_of(f"seed {seed}, sample {arrival.sample}")
+        return seed_of_sample(seed, arrival.sample)
 
     def _seed(self, params: Any) -> int | None:
         seed = given_seed(params)

@@ -20,6 +20,7 @@ from sgl_flashsample.dispatch import default_table
 from sgl_flashsample.kernels.params import SampleOutput
 from sgl_flashsample.kernels.reference import logits_ref
 from sgl_flashsample.kernels.workspace import ScreenCounter
+from sgl_flashsample.sampler import seed_of_sample
 from sgl_flashsample.screen import Screen
 from sgl_flashsample.tables import lookup
 
@@ -61,13 +62,18 @@ def test_a_table_that_cannot_be_used_is_one_warning_and_the_built_in_choices_dra
 
 
 @pytest.mark.slow
-def test_one_seed_gives_the_rows_seeds_that_follow_each_other_up_to_the_last_int64(case):
-    for seed in (7, 2**63 - 2):
-        follow = [(seed + row + 2**63) % 2**64 - 2**63 for row in range(len(case.hidden))]
+def test_one_seed_gives_the_rows_those_of_its_samples(case):
+    for seed in (7, 2**63 - 1):
+        samples = [seed_of_sample(seed, row) for row in range(len(case.hidden))]
         one, each = (
-            Sampler(case.head)(case.hidden, SamplingParams(seed=given), position=0) for given in (seed, follow)
+            Sampler(case.head)(case.hidden, SamplingParams(seed=given), position=0) for given in (seed, samples)
         )
-        assert torch.equal(one.token_ids, each.token_ids)
+        assert samples[0] == seed and torch.equal(one.token_ids, each.token_ids)
+
+
+def test_samples_of_two_seeds_have_no_seed_in_common():
+    seeds = [seed_of_sample(seed, sample) for seed in (-(2**63), *range(100)) for sample in range(100)]
+    assert len(set(seeds)) == len(seeds) and all(-(2**63) <= seed < 2**63 for seed in seeds)
 
 
 @pytest.mark.slow

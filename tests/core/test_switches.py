@@ -59,8 +59,11 @@ def test_another_value_of_a_switch_is_one_warning_and_the_default(monkeypatch, c
     "name, text, word, line",
     [
         ("SCREEN", "On ", "on", None),
-        ("SCREEN", "yes", "auto", "expected auto, on or off; using auto"),
+        ("SCREEN", "yes", "on", None),
+        ("SCREEN", "0", "off", None),
+        ("SCREEN", "2", "auto", "expected auto, on or off; using auto"),
         ("DRAFTS", "greedy", "greedy", None),
+        ("DRAFTS", "off", "stock", None),
         ("DRAFTS", "1", "coupled", "expected coupled, greedy or stock; using coupled"),
     ],
 )

@@ -357,6 +357,22 @@ def test_after_a_failure_mixed_batches_are_sglangs_as_a_whole_with_one_warning(
     assert output.customized_info == {"flashsample_path": ["fused"]}
 
 
+def test_a_lack_of_memory_beside_fused_rows_does_not_end_the_mixing_of_batches(
+    runners, head, disallow, info_of, hidden, monkeypatch
+):
+    from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+
+    def fails(self, keep_indices, keep_indices_device):
+        raise torch.OutOfMemoryError("for a moment")
+
+    info, states = info_of(mixed(head, hidden(ROWS), disallow)), hidden(ROWS)
+    with monkeypatch.context() as patch:
+        patch.setattr(SamplingBatchInfo, "filter_batch", fails)
+        _, output = runners[0].sample(head.lazy(states), info)
+    assert set(output.customized_info["flashsample_path"]) == {"native:out_of_memory"}
+    assert runners[0].sampler.runtime.no_mixing_reason is None
+
+
 def test_a_request_that_cannot_be_read_is_sglangs_as_it_asks_and_the_rows_beside_it_are_fused(
     runners, head, info_of, hidden
 ):

@@ -581,6 +581,7 @@ def test_a_file_that_cannot_be_written_ends_no_measurement_and_is_tried_again(me
         (["--json", "/proc/b.json"], "--json is /proc/b.json, which cannot be written: No such file or directory"),
         (["--port", "30000"], "bench chooses --port of its two servers itself; leave it out"),
         (["--host=0.0.0.0"], "bench chooses --host of its two servers itself; leave it out"),
+        (["--api-key", "k"], "bench asks its two servers without a key; leave --api-key out"),
         (["--nccl-port", "30001"], "bench chooses --nccl-port of its two servers itself; leave it out"),
         (
             ["--sampling-backend", "flashsample"],

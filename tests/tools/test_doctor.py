@@ -190,6 +190,24 @@ def test_the_tables_that_servers_would_find_are_named_and_files_that_are_none(de
     assert finding.what.endswith(f"{lookup.FOLDERS_VARIABLE}, with a screen)")
 
 
+def test_a_variable_that_a_server_would_not_read_is_a_finding(tmp_path, monkeypatch):
+    for name in [name for name in os.environ if name.startswith("FLASHSAMPLE_")]:
+        monkeypatch.delenv(name)
+    assert not list(doctor.check_variables())
+    monkeypatch.setenv("FLASHSAMPLE_SCREN", "on")
+    monkeypatch.setenv("FLASHSAMPLE_SCREEN", "2")
+    monkeypatch.setenv("FLASHSAMPLE_TUNED_DIR", str(tmp_path / "none"))
+    monkeypatch.setenv("FLASHSAMPLE_TUNED", str(tmp_path / "none.json"))
+    found = list(doctor.check_variables())
+    assert {finding.level for finding in found} == {"note"}
+    assert [finding.what for finding in found] == [
+        "FLASHSAMPLE_SCREEN is '2'; expected auto, on or off; using auto",
+        "FLASHSAMPLE_SCREN is not a variable of this package; did you mean FLASHSAMPLE_SCREEN?",
+        f"FLASHSAMPLE_TUNED_DIR: {tmp_path / 'none'} is not a folder",
+        f"FLASHSAMPLE_TUNED: {tmp_path / 'none.json'} is not used: No such file or directory",
+    ]
+
+
 def test_a_check_that_fails_is_a_finding_and_the_others_are_made(monkeypatch, no_hook_targets):
     def fails(head, rows, table):
         raise RuntimeError("mask has unsupported dtype\nand more")

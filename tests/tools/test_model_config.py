@@ -76,6 +76,16 @@ def test_a_config_need_not_have_what_is_given(config):
         head_of(file, vocab=50257)
 
 
+def test_a_text_model_has_what_transformers_takes_for_an_entry_that_is_not_there(config):
+    """Gemma 3's have no size of the vocabulary."""
+    pytest.importorskip("transformers")
+    text = {"model_type": "gemma3_text", "hidden_size": 3840}
+    file = config(model_type="gemma3", text_config=text)
+    assert (head_of(file).vocab, head_of(file).hidden) == (262_208, 3840)
+    with pytest.raises(HeadError, match="has no integer vocab_size"):
+        head_of(config(model_type="another", text_config=text))
+
+
 def test_a_shard_is_cut_as_servers_cut_it(config):
     assert (shard_of(151936, 1), shard_of(151936, 2), shard_of(50257, 4)) == (151936, 75968, 12576)
     assert (shard_of(151936, 3), shard_of(128256, 6), shard_of(202048, 8)) == (50688, 21376, 25256)
