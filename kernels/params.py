@@ -477,7 +477,8 @@ class LogitsSpec:
     batch_invariant: bool = False
 
     def __post_init__(self) -> None:
-        if not isinstance(self.vocab_size, numbers.Integral) or self.vocab_size < 1:
+        size = self.vocab_size
+        if isinstance(size, bool) or not isinstance(size, numbers.Integral) or size < 1:
             raise ValueError(f"vocab_size is {self.vocab_size!r}; expected an integer, 1 or more")
         if self.shards < 1:
             raise ValueError(f"shards is {self.shards}; expected 1 or more")

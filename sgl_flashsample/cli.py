@@ -72,7 +72,7 @@ _BENCH_HELP = """\
 Starts SGLang's server twice with the same arguments, once with its own sampler and once with this backend, and sends
 both the same kind of requests, in pairs of measurements, until each cell is decided or the time is over. Arguments that
 are not listed here go to both servers unchanged. Where two servers do not fit on the GPU they run in turns: a pair is
-then two starts, and a decision takes four pairs or more.
+then two starts, and a decision takes four pairs or more. --traffic needs two at once.
 
 answers: "faster by 5.1 ± 0.9 %" where the interval of the change excludes 0; "equal within 1.4 %" where it lies within
 2 %; "not decided yet (about 3 more minutes)". The interval is a confidence sequence (a t statistic against a normal

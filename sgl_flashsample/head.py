@@ -315,8 +315,8 @@ class Head:
         check_rows("hidden", hidden)
         parts = self.parts
         self._table.check(parts.lm_head)
-        if chunk_rows < 1:
-            raise ValueError(f"chunk_rows is {chunk_rows}; expected 1 or more")
+        if not isinstance(chunk_rows, int) or chunk_rows < 1:
+            raise ValueError(f"chunk_rows is {chunk_rows!r}; expected an integer, 1 or more")
         with paths.on_device_of(hidden):
             return paths.logprobs_in_chunks(hidden, token_ids, parts, wanted, chunk_rows)
 

@@ -17,7 +17,7 @@ from .kernels.gather_logprobs import check_ids, gather_logprobs
 from .kernels.logit_summary import LogitRows, RowSummary, check_rows
 from .kernels.merge_logprobs import merge_logprobs, pack_logprobs
 from .kernels.params import SampleOutput
-from .kernels.top_logprobs import TopLogprobs, check_k, top_logprobs
+from .kernels.top_logprobs import MAX_TOP_LOGPROBS, TopLogprobs, check_k, top_logprobs
 
 
 class WantedLogprobs(NamedTuple):
@@ -48,6 +48,8 @@ class WantedLogprobs(NamedTuple):
             return logprobs
         if isinstance(logprobs, bool) or not isinstance(logprobs, int):
             raise ValueError(f"logprobs is {logprobs!r}; expected WantedLogprobs, or the number of the likeliest ids")
+        if not 0 <= logprobs <= MAX_TOP_LOGPROBS:
+            raise ValueError(f"logprobs is {logprobs}; expected 0 to {MAX_TOP_LOGPROBS}")
         return cls(logprobs)
 
     def rows(self, start: int, stop: int, num_rows: int) -> WantedLogprobs:

@@ -36,7 +36,7 @@ def _numbers(value: Any) -> Sequence:
 def _fixed(value: Any) -> Any:
     """A tuple of Python's numbers for a sequence or an array, which may change later; else as ``_plain``."""
     value = _plain(value)
-    return tuple(map(_plain, value)) if isinstance(value, Sequence) and not isinstance(value, str) else value
+    return tuple(map(_plain, value)) if isinstance(value, Sequence) and not isinstance(value, str | bytes) else value
 
 
 def _plain(value: Any) -> Any:
@@ -168,8 +168,7 @@ class Sampler:
         seed: int | None = None,
         tuned: str | os.PathLike[str] | None = None,
     ) -> None:
-        if max_rows < 1:
-            raise ValueError(f"max_rows is {max_rows}; expected 1 or more")
+        _check_numbers("max_rows", max_rows, lambda x: isinstance(x, int) and x >= 1, "an integer, 1 or more")
         if seed is not None:
             _check_numbers("seed", seed, _is_int64, "an int64")
         self.head = Head.tuned(head, max_rows=max_rows, screen=screen, file=tuned)

@@ -30,7 +30,7 @@ import numpy as np
 
 from ..autotune.race import Ratio
 from ..autotune.timing import Timing
-from .bench import OURS, PERCENTILES, STOCK, Bench, Load
+from .bench import HALF, OURS, PERCENTILES, STOCK, Bench, Load, memory_share
 from .comparison import ALPHA, Comparison
 from .samplings import SAMPLINGS
 from .server import Server, ServerError
@@ -498,7 +498,13 @@ class TrafficBench(Bench):
         servers, mine = split_cores()
         with contextlib.ExitStack() as stack:
             with on_cores(servers):
-                running = {label: stack.enter_context(self.started(label)) for label in (STOCK, OURS)}
+                running = {STOCK: stack.enter_context(self.started(STOCK))}
+                if (share := memory_share(self.device)) > HALF:
+                    raise ServerError(
+                        f"one server takes {share:.0%} of the GPU's memory: --traffic needs two at once; a smaller "
+                        "--mem-fraction-static makes room, else leave --traffic out"
+                    )
+                running[OURS] = stack.enter_context(self.started(OURS))
             clients = stack.enter_context(Clients(processes_of(max(self.options.batches), mine), mine))
             while (places := self._undecided) and self._progress.left >= SHORTEST_CELL:
                 for number, place in enumerate(places):

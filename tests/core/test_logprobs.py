@@ -501,8 +501,9 @@ def test_logprobs_of_another_type_and_another_path_are_refused(device):
             ValueError, match=r"logprobs is .*; expected WantedLogprobs, or the number of the likeliest ids"
         ):
             sample(case.hidden, case.head, case.params, logprobs=logprobs)
-    with pytest.raises(ValueError, match=r"wanted\.top is 129; expected an integer from 1 to 128"):
-        Sampler(case.head)(case.hidden, logprobs=129)
+    for logprobs in (-1, 129):
+        with pytest.raises(ValueError, match=f"logprobs is {logprobs}; expected 0 to 128"):
+            sample(case.hidden, case.head, case.params, logprobs=logprobs)
     with pytest.raises(ValueError, match="path is 'fused'; expected 'logits' or None where logprobs are asked for"):
         sample(case.hidden, case.head, case.params, logprobs=5, path="fused")
 
@@ -548,7 +549,14 @@ def test_rows_and_heads_that_do_not_fit_are_named(device):
         (lambda: head.logprobs_of(case.hidden[:, :16], tokens, WantedLogprobs()), r"hidden is \(9, 16\)"),
         (lambda: head.logprobs_of(case.hidden, tokens[:2], WantedLogprobs()), r"token_ids is \(2,\)"),
         (lambda: head.logprobs_of(case.hidden, tokens.int(), WantedLogprobs()), "token_ids is .*int32"),
-        (lambda: head.logprobs_of(case.hidden, tokens, WantedLogprobs(), chunk_rows=0), "chunk_rows is 0; expected 1"),
+        (
+            lambda: head.logprobs_of(case.hidden, tokens, WantedLogprobs(), chunk_rows=0),
+            "chunk_rows is 0; expected an int",
+        ),
+        (
+            lambda: head.logprobs_of(case.hidden, tokens, WantedLogprobs(), chunk_rows=1.5),
+            "chunk_rows is 1.5; expected",
+        ),
         (lambda: head.draw_with_logprobs(case.hidden, None, WantedLogprobs()), "params is a NoneType"),
         (lambda: head.draw_with_logprobs(case.hidden, case.params, 3), "wanted is 3; expected WantedLogprobs"),
         (lambda: head.logprobs_of(case.hidden, tokens, 3), "wanted is 3; expected WantedLogprobs"),

@@ -242,9 +242,10 @@ def test_what_does_not_fit_the_batch_is_refused_by_name(case):
         sampler(case.hidden, {"temperature": 1.0})
 
 
-def test_a_sampler_of_no_rows_is_refused(case):
-    with pytest.raises(ValueError, match="max_rows is 0; expected 1 or more"):
-        Sampler(case.head, max_rows=0)
+@pytest.mark.parametrize("rows", [0, 1.5, "8"])
+def test_a_sampler_of_no_rows_is_refused(case, rows):
+    with pytest.raises(ValueError, match=f"max_rows is {rows!r}; expected an integer, 1 or more"):
+        Sampler(case.head, max_rows=rows)
 
 
 @pytest.mark.parametrize("seed", [1.5, "x", True, 2**63])

@@ -47,6 +47,7 @@ def without_memory() -> torch.Tensor:
         ({"shards": 0}, "shards is 0; expected 1 or more"),
         ({"softcap": 0.0}, "softcap is 0.0; expected a finite number above 0, or None"),
         ({"softcap": float("nan")}, "softcap is nan; expected a finite number above 0"),
+        ({"vocab_size": True}, "vocab_size is True; expected an integer, 1 or more"),
         ({"vocab_size": "3"}, "vocab_size is '3'; expected an integer, 1 or more"),
         ({"logits_dtype": torch.int8}, "logits_dtype is torch.int8; expected bfloat16, float16 or float32"),
         ({"spec": 10}, "spec is a int; expected a LogitsSpec or None"),

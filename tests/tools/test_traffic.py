@@ -566,6 +566,21 @@ def test_a_kind_that_a_server_refuses_takes_the_mix_out_too(tmp_path, monkeypatc
         assert list(comparison.refused) == [("mix", 64)] and comparison._places == [("trunc", 64)]
 
 
+def test_two_servers_that_do_not_fit_are_known_before_the_second_starts(tmp_path, monkeypatch):
+    started = []
+
+    class Running:
+        __enter__, __exit__ = (lambda self: self), (lambda self, *error: None)
+
+    monkeypatch.setattr(bench, "generate", lambda *_: 0.0)
+    monkeypatch.setattr(bench.Bench, "server", lambda _, label: started.append(label) or Running())
+    monkeypatch.setattr(traffic, "memory_share", lambda device: 0.88)
+    comparison = traffic.TrafficBench(bench.Options("M", (), ("mix",), (64,), traffic.load_of(IDS), tmp_path))
+    with pytest.raises(ServerError, match="one server takes 88% of the GPU's memory: --traffic needs two at once"):
+        comparison._compare()
+    assert started == [STOCK]
+
+
 # --- the command ------------------------------------------------------------------------------------------------------
 
 
