@@ -23,7 +23,7 @@ import torch
 from kernel_cases import random_rows, spelled_out
 from serving import needs_sglang
 
-from sgl_flashsample import SampleOutput, sample_from_logits
+from sgl_flashsample import SampleOutput
 from sgl_flashsample.kernels.reference import philox4x32_ref
 from sgl_flashsample.kernels.top_logprobs import TopLogprobs
 
@@ -317,6 +317,7 @@ def test_every_section_of_exact_tokens_and_every_path_is_counted(dry_run, load):
     assert {(row["section"], row["path"]) for row in counted} == {
         *both,
         *((section, "logits") for section in ("reference", "hostile", "temperatures")),
+        *(("heads", path) for path in ("fused", "screened")),
         *(("logprobs", path) for path in ("logits", "prompts", "fused", "ranks")),
     }
     assert {row["section"] for row in counted} == set(load("draws").PROGRAMS["exact"].sections)
@@ -489,19 +490,24 @@ def test_processes_count_as_many_tokens_as_one_each_batch_once(load, monkeypatch
     assert made == [5, 8, 6, 9, 7, 10]
 
 
-@pytest.mark.parametrize("section", ["reference", "temperatures"])
-def test_a_token_of_another_position_is_counted_and_the_references_is_not(load, monkeypatch, section):
+@pytest.mark.parametrize(
+    "section, path",
+    [("reference", "logits"), ("temperatures", "logits"), ("heads", "fused"), ("heads", "screened")],
+)
+def test_a_token_of_another_position_is_counted_and_the_references_is_not(load, monkeypatch, section, path):
     draws, whole = load("draws"), load("draws").Part(0, 1)
     monkeypatch.setattr(draws, "NUM_ROWS", 64)
+    monkeypatch.setattr(draws, "HEAD_ROWS", {"fused": 64, "screened": 64})
     monkeypatch.setitem(draws.MIXES, section, dataclasses.replace(draws.MIXES[section], most_ids=50))
-    row = draws.count_exact(section, "logits", whole, 60)
+    row = draws.count_exact(section, path, whole, 60)
     assert (row["rows"], row["different"]) == (64, 0) and row["planted_noticed"] > 5
+    right = draws.drawn_by
 
-    def of_the_next_position(logits, params):
-        return sample_from_logits(logits, draws.later(params))
+    def of_the_next_position(path, rows):
+        return right(path, dataclasses.replace(rows, params=draws.later(rows.params)))
 
-    monkeypatch.setattr(draws, "sample_from_logits", of_the_next_position)
-    assert draws.count_exact(section, "logits", whole, 60)["different"] > 5
+    monkeypatch.setattr(draws, "drawn_by", of_the_next_position)
+    assert draws.count_exact(section, path, whole, 60)["different"] > 5
 
 
 def test_rows_of_any_temperature_are_sampled_with_limits_from_1e_6_to_1e4(load):

@@ -10,7 +10,8 @@ exact        sections are counted by path, with ``GOALS`` draws or rows of each 
                 among them. A float64 oracle (``definition.py``) says which ids a row may draw.
   reference     rows of 1 to 2,000 ids with every feature on or off at random, in each dtype. Tokens are compared with
                 the float64 reference (``kernels/reference.py``), except in near-ties, which it cannot decide.
-  hostile       the same rows, every second one with NaN, infinities or huge numbers at some ids or all. Tokens and
+  heads         such rows, as the products of a head that draws them by the fused pass and with a screen
+  hostile       rows of reference, every second one with NaN, infinities or huge numbers at some ids or all. Tokens and
                 scores of the other rows are, bit for bit, those of a batch without hostile rows.
   temperatures  the same rows, each with limits and a temperature between 1e-6 and 1e4, uniform in its logarithm.
   forbidden     rows of 1 to 500 ids with hostile biases, logits and temperatures. A token is forbidden if its logit or
@@ -123,9 +124,18 @@ class Part(NamedTuple):
 
 # --- exact ------------------------------------------------------------------------------------------------------------
 
-GOALS = {"reference": 1e8, "legal": 1e9, "hostile": 1e5, "temperatures": 1e6, "forbidden": 1e8, "logprobs": 1e6}
+GOALS = {
+    "reference": 1e8,
+    "heads": 1e6,
+    "legal": 1e9,
+    "hostile": 1e5,
+    "temperatures": 1e6,
+    "forbidden": 1e8,
+    "logprobs": 1e6,
+}
 NUM_ROWS = 8 if DRY_RUN else 1024
 FUSED_ROWS = min(NUM_ROWS, 256)  # elements of a hidden state: rows of logits that a head can hold at a time
+HEAD_ROWS = {"fused": FUSED_ROWS, "screened": min(NUM_ROWS, 64)}  # of a batch
 HOSTILE_ROWS = 8 if DRY_RUN else 64
 AT_ONCE = 16 if DEVICE.type == "cuda" else 1  # positions of a call: a GPU is idle between small ones
 POSITIONS = 2 if DRY_RUN else 1600  # of a batch of legal or forbidden
@@ -135,6 +145,7 @@ LEGAL = Mix(5000, ("peaked", "flat", "ties", "holes", "zipf"), F32, greedy=0.0, 
 REFERENCE = Mix(100, dtypes=(torch.float32, torch.float16)) if DRY_RUN else Mix(2000)
 MIXES = {
     "reference": REFERENCE,
+    "heads": REFERENCE,
     "temperatures": dataclasses.replace(REFERENCE, greedy=0.0, limited=True, powers=(-6.0, 4.0)),
     "legal": dataclasses.replace(LEGAL, most_ids=100) if DRY_RUN else LEGAL,
     "forbidden": Mix(500, ("normal",), F32, greedy=0.0, masked=0.7, edited=0.0, powers=(-6.0, 4.0), hostile=True),
@@ -229,12 +240,21 @@ def later(params: BatchParams, steps: int = 1) -> BatchParams:
     return dataclasses.replace(params, position=params.position + steps)
 
 
-def count_reference(section: str, part: Part, goal: float) -> Counter[str]:
-    totals = Counter[str]()
-    for index in part.batches(goal, NUM_ROWS, section):
-        rows = random_rows(MIXES[section], index, NUM_ROWS, DEVICE)
-        token, want = sample_from_logits(rows.logits, rows.params).token_ids, reference(rows.edited, rows.params)
-        totals["rows"] += NUM_ROWS
+def drawn_by(path: str, rows: Rows) -> torch.Tensor:
+    """The tokens of these rows: of logits in memory, or of a head."""
+    if path not in HEAD_ROWS:
+        return sample_from_logits(rows.logits, rows.params).token_ids
+    case = rows.case()
+    screen = Screen(case.head, len(rows.logits)) if path == "screened" else None
+    return Head(case.head, screen=screen).draw(case.hidden, rows.params, path=path).token_ids
+
+
+def count_reference(section: str, path: str, part: Part, goal: float) -> Counter[str]:
+    totals, num_rows = Counter[str](), HEAD_ROWS.get(path, NUM_ROWS)
+    for index in part.batches(goal, num_rows, section):
+        rows = random_rows(MIXES[section], index, num_rows, DEVICE)
+        token, want = drawn_by(path, rows), reference(rows.edited, rows.params)
+        totals["rows"] += num_rows
         totals["different"] += int((~want.near_tie & (token != want.token)).sum())
         totals["near_ties"] += int(want.near_tie.sum())
         if "planted_noticed" not in totals:
@@ -279,7 +299,7 @@ LOGPROB_VOCABULARIES = FEW if DRY_RUN else VOCABULARIES
 def count_exact(section: str, path: str, part: Part, goal: float, first: int = 0) -> Counter[str]:
     if section in ("legal", "forbidden"):
         return count_draws(section, PATHS[path], part, goal, first)
-    return count_hostile(part, goal) if section == "hostile" else count_reference(section, part, goal)
+    return count_hostile(part, goal) if section == "hostile" else count_reference(section, path, part, goal)
 
 
 def count_by_path(section: str, path: str, part: Part, goal: float, first: int = 0) -> dict[str, Counter[str]]:
@@ -296,12 +316,17 @@ def launch_logprobs() -> None:
         ways(make_batch(index, DEVICE, LOGPROB_VOCABULARIES))
 
 
+def paths_of(section: str) -> tuple[str, ...]:
+    if section == "heads":
+        return () if HOST else tuple(HEAD_ROWS)
+    return ("cpu",) if HOST else ("logits", "fused") if section in ("legal", "forbidden") else ("logits",)
+
+
 def exact(options: Any) -> Iterator[Result]:
     """A row grows as the parts of its count end."""
     num_parts = options.processes * (PARTS_PER_PROCESS if options.processes > 1 else 1)
     for section in (section for section in GOALS if section in options.only):
-        paths = ("cpu",) if HOST else ("logits", "fused") if section in ("legal", "forbidden") else ("logits",)
-        for path in paths:
+        for path in paths_of(section):
             started, totals = time.monotonic(), dict[str, Counter[str]]()
             if section == "logprobs" and WHERE == "GPU":
                 compile_in_parallel(launch_logprobs)  # for all processes

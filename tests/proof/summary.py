@@ -310,6 +310,12 @@ GOALS: dict[str, tuple[Goal, ...]] = {
             SLOW_CPU,
         ),
         exact(
+            "rows with all features, of a head: another token than the float64 reference's",
+            "0 of 1e6",
+            ("heads", "different", "rows", 1e6),
+            PATHS[2:],
+        ),
+        exact(
             "rows with limits at temperatures from 1e-6 to 1e4: another token than the reference's",
             "0 of 1e6",
             ("temperatures", "different", "rows", 1e6),
