@@ -310,7 +310,7 @@ GOALS: dict[str, tuple[Goal, ...]] = {
             SLOW_CPU,
         ),
         exact(
-            "rows with all features, of a head: another token than the float64 reference's",
+            "such rows of a head",
             "0 of 1e6",
             ("heads", "different", "rows", 1e6),
             PATHS[2:],
