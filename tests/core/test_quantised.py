@@ -32,6 +32,7 @@ from sgl_flashsample.kernels.int8_head import Int8Head
 from sgl_flashsample.kernels.launch import Gpu
 from sgl_flashsample.kernels.reference import dequantize_ref, gather_logprobs_ref, top_logprobs_ref
 from sgl_flashsample.kinds import BATCH_KINDS, KIND_NAMES, SamplingPath
+from sgl_flashsample.sampler import seed_of_sample
 from sgl_flashsample.screen import Screen, unsupported_head
 from sgl_flashsample.selfcheck import refuse_wrong
 from sgl_flashsample.tables import lookup
@@ -115,7 +116,7 @@ def test_a_sampler_and_a_verification_draw_what_sample_draws(place, monkeypatch,
     params = dataclasses.replace(
         case.params,
         temperature=torch.full((9,), 0.8, device=place),
-        seed=rows + 5,
+        seed=torch.tensor([seed_of_sample(5, row) for row in range(9)], device=place),
         position=torch.full_like(rows, 3),
     )
     assert torch.equal(drawn.token_ids, sample(case.hidden, case.head, params).token_ids)

@@ -836,9 +836,9 @@ def test_the_logits_of_a_draft_model_are_sglangs(runtime, device):
 
 @pytest.fixture
 def tuned_file(tmp_path, monkeypatch, device):
-    """A table for a head of 100 x 16 on this machine, and that head."""
-    lm_head = make_head(torch.randn(100, 16, generator=torch.Generator().manual_seed(0)).to(device))
-    table = table_for_this_machine(LMHead(lm_head.weight))
+    """A table for a head of 100 x 16 on this machine, and that head, padded as SGLang does."""
+    lm_head = make_head(torch.randn(104, 16, generator=torch.Generator().manual_seed(0)).to(device))
+    table = table_for_this_machine(LMHead(lm_head.weight, vocab_size=100))
     table = msgspec.structs.replace(table, entries=[entry for entry in table.entries if entry.kind == "plain"])
     file = tmp_path / "table.json"
     file.write_text(table.dumps())
