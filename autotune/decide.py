@@ -146,7 +146,7 @@ class Decider:
         flashinfer: Callable[[], bool],
     ) -> None:
         self.context, self.writer, self.finalists, self.flashinfer = context, writer, finalists, flashinfer
-        # What a decision rests on, beside the log's identity: one of another run is not taken over.
+        # A decision of a run with other values is not taken over.
         self._same_run = {"effort": context.plan.effort.name, "flashinfer": writer.flashinfer}
         self._tested: dict[str, float] = {}  # p-values by label
         self._recall()

@@ -55,9 +55,12 @@ def _check_numbers(name: str, value: Any, valid: Callable[[Any], bool], expected
 def seed_of_sample(seed: int, sample: int) -> int:
     """The seed of one of several samples that share a seed, an int64: sample 0 has the seed itself. Those of different
     seeds have nothing in common."""
-    if sample == 0:
-        return seed
-    digest = hashlib.blake2b(f"seed {seed}, sample {sample}".encode(), digest_size=8).digest()
+    return seed if sample == 0 else hashed_seed(f"seed {seed}, sample {sample}")
+
+
+def hashed_seed(text: str) -> int:
+    """An int64 that says nothing of that of another text."""
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)
 
 

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import collections
 import functools
-import hashlib
 import itertools
 from typing import Any, NamedTuple
 
-from ..sampler import seed_of_sample
+from ..sampler import hashed_seed, seed_of_sample
 
 _ATTRIBUTE = "_flashsample_arrival"  # on a request
 _BLOCK = 64  # requests whose seeds are made at once
@@ -90,12 +89,7 @@ def _seeds_of(server_seed: int, rank: int, block: int) -> list[int]:
     """The seeds of ``_BLOCK`` requests that come one after the other: in a loop each costs a part of what it costs
     alone, between two steps."""
     numbers = range(block * _BLOCK, (block + 1) * _BLOCK)
-    return [_hash_of(f"server {server_seed}, rank {rank}, request {number}") for number in numbers]
-
-
-def _hash_of(text: str) -> int:
-    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little", signed=True)
+    return [hashed_seed(f"server {server_seed}, rank {rank}, request {number}") for number in numbers]
 
 
 def given_seed(params: Any) -> int | None:

@@ -36,7 +36,7 @@ class LogprobLayout(NamedTuple):
     tempered: bool = False
 
     def num_bytes(self, num_rows: int) -> int:
-        """Of the ``PackedLogprobs`` of so many rows."""
+        """Bytes of the ``PackedLogprobs`` of this many rows."""
         return num_rows * (12 * self.top + 4 * self.ids)
 
 

@@ -10,7 +10,7 @@ from sgl_flashsample.kernels.host_memory import MAX_LEFT, memory_for_graphs
 
 
 class Owner:
-    """Of some memory."""
+    """An owner of memory."""
 
 
 def test_memory_outlives_its_owner_for_a_while(device):
