@@ -298,6 +298,7 @@ def exact(
 
 GIVEN_LOGITS, GIVEN_HEAD = PATHS[:2], PATHS[:3]  # the paths that sections count
 SLOW_CPU = "50 to 200 times slower"
+ENDED = "the run ended before its count"
 NO_LEAK = "ten minutes do not tell a leak from noise, and stock grows too"
 GOALS: dict[str, tuple[Goal, ...]] = {
     "Exact tokens": (
@@ -314,6 +315,7 @@ GOALS: dict[str, tuple[Goal, ...]] = {
             "0 of 1e6",
             ("heads", "different", "rows", 1e6),
             PATHS[2:],
+            ENDED,
         ),
         exact(
             "rows with limits at temperatures from 1e-6 to 1e4: another token than the reference's",
@@ -346,6 +348,7 @@ GOALS: dict[str, tuple[Goal, ...]] = {
             "0 of 1e6",
             ("logprobs", "wrong_ids", "rows", 1e6),
             LOGPROB_PATHS,
+            ENDED,
         ),
         exact(
             "logprobs of these rows off by more than 2e-5, or below -50 by a share of 4e-7",
@@ -359,6 +362,7 @@ GOALS: dict[str, tuple[Goal, ...]] = {
             "0 of 1e6",
             ("logprobs", "unequal", "rows", 1e6),
             LOGPROB_PATHS,
+            ENDED,
         ),
         Goal(
             "mean error of logprobs, ours over stock's",
@@ -403,7 +407,7 @@ GOALS: dict[str, tuple[Goal, ...]] = {
             "0 of 1e8 differ",
             "h200x4-ranks",
             tokens_of_ranks("ranks_differ", 1e8),
-            "the run ended before its count",
+            ENDED,
         ),
         Goal(
             "verified drafts: tokens that a step without drafts would not have drawn",
