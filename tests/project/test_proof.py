@@ -685,12 +685,17 @@ def test_a_goal_of_counts_is_met_by_enough_of_them_without_a_wrong_one_on_every_
         found = verdicts(load, tmp_path, {"exact": {"rows": [enough, enough, *(enough | row for row in rows)]}})
         return found["illegal tokens (cpu, logits, fused)"]
 
-    words = "logits: 0 of 1,000,000,000; cpu: 0 of 1,000,000,000; fused: 0 of 1,000,000,000; screened: no row"
-    assert judged(cpu, fused) == ("met", words, ""), "runs of one path are one count"
+    words = "logits, cpu, fused: 0 of 1,000,000,000; screened: no row"
+    assert judged(cpu, fused) == ("met", words, ""), (
+        "runs of one path are one count, and equal counts are told together"
+    )
     verdict, found, by = judged(cpu | {"draws": 2000}, fused | {"illegal": 3})
     assert verdict == "missed" and by == "fused: 3 of 1,000,000,000; cpu: too few"
     assert found == "logits: 0 of 1,000,000,000; cpu: 0 of 2,000; fused: 3 of 1,000,000,000; screened: no row"
-    assert judged(cpu) == ("missed", words.split("; fused")[0] + "; fused, screened: no row", "fused: no row")
+    words = "logits, cpu: 0 of 1,000,000,000; fused, screened: no row"
+    assert judged(cpu) == ("missed", words, "fused: no row")
+    few = {"draws": 2000}
+    assert judged(cpu | few, fused | few)[2] == "cpu, fused: too few"
 
 
 def test_the_goals_of_logprobs_are_by_path_and_tell_the_largest_error(load, tmp_path):
@@ -704,10 +709,10 @@ def test_the_goals_of_logprobs_are_by_path_and_tell_the_largest_error(load, tmp_
         return [found[next(one for one in found if one.startswith(name))] for name in names]
 
     ids, values = judged(rows)
-    assert ids[0] == values[0] == "met" and ids[1].endswith("; prompts: 0 of 1,000,000; ranks: 0 of 1,000,000")
-    assert values[1].endswith("; ranks: 0 of 100,000,000; at most 3.0e-06")
-    ids, values = judged([*rows[:-1], rows[-1] | {"wrong_ids": 2, "wrong_values": 3, "max_error": 0.5}])
-    assert (ids[0], ids[2]) == ("missed", "ranks: 2 of 1,000,000")
+    assert ids[0] == values[0] == "met" and ids[1] == "cpu, logits, fused, prompts, ranks: 0 of 1,000,000"
+    assert values[1].endswith(", ranks: 0 of 100,000,000; at most 3.0e-06")
+    ids, values = judged([*rows[:-1], rows[-1] | {"wrong_ids": 2, "unequal": 5, "wrong_values": 3, "max_error": 0.5}])
+    assert (ids[0], ids[2]) == ("missed", "ranks: 7 of 1,000,000")
     assert (values[0], values[2]) == ("missed", "ranks: 3 of 100,000,000")
     assert values[1].endswith("; ranks: 3 of 100,000,000; at most 5.0e-01")
     assert [by for _, _, by in judged(rows[:-1])] == ["ranks: no row"] * 2
