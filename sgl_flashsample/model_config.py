@@ -84,8 +84,8 @@ def config_file(model: str) -> Path:
 
 
 def _defaults_of(config: dict[str, Any]) -> dict[str, Any]:
-    """What transformers takes where the config of a text model has no entry: Gemma 3's has no vocabulary size. Nothing
-    without transformers, or of a model that it does not know."""
+    """The entries of a text model's config, with those that transformers fills in: Gemma 3's has no vocabulary size.
+    Empty without transformers, or where it does not know the model."""
     with contextlib.suppress(Exception):
         from transformers import AutoConfig
 

@@ -6,7 +6,7 @@
 ends its process or never ends. Prints one line per defect; the exit code is 1 unless all are caught.
 
 ``--json`` adds the outcomes to the file's rows of other listed defects, so that a new defect needs no new run of all.
-Each row has the date and versions of its run; a defect that could not be run leaves its row as it was.
+Each row has the date and versions of its run; a defect that could not be run keeps its earlier row.
 ``--changed`` chooses the defects whose own lines, source file or test files are not those of their row in that file.
 """
 

@@ -109,7 +109,7 @@ def test_a_process_that_another_one_ends_has_caught_nothing(tmp_path, monkeypatc
 
 
 def test_each_row_of_the_result_file_has_the_date_and_versions_of_its_run(tmp_path, monkeypatch, defect, capsys):
-    """What could not be run leaves its row as it was, and is no success."""
+    """A defect that could not be run keeps its earlier row, and the run fails."""
     other = dataclasses.replace(defect, name="another")
     monkeypatch.setattr(planted, "defects", lambda: [defect, other])
     monkeypatch.setattr(planted, "run_tests", lambda copy, tests, seconds=None: (0, ""))

@@ -718,6 +718,20 @@ def test_the_goals_of_logprobs_are_by_path_and_tell_the_largest_error(load, tmp_
     assert [by for _, _, by in judged(rows[:-1])] == ["ranks: no row"] * 2
 
 
+def test_the_goal_of_equal_bits_is_met_only_where_another_order_was_noticed(load, tmp_path):
+    tile = {"D": 64, "tile": "a", "order": 0, "unequal": 0, "batches": 900}
+    halves = {"D": 64, "gemm": "two halves", "order": 1}
+
+    def judged(*rows: dict) -> tuple[str, str, str]:
+        found = verdicts(load, tmp_path, {"h200-order": {"rows": [tile, *rows]}})
+        return found["bits of a row's logits, in batches of 1 to 512"]
+
+    assert judged(halves) == ("met", "0 of 900", "")
+    for rows in [], [halves | {"order": 0}], [halves | {"D": 32}]:
+        assert judged(*rows) == ("missed", "0 of 900", "no other order was noticed")
+    assert judged(halves, tile | {"unequal": 2})[::2] == ("missed", "2 of 1,800")
+
+
 def test_a_goal_without_a_result_was_not_run(load, tmp_path):
     none = verdicts(load, tmp_path, {"exact": {"rows": []}})
     assert {verdict for verdict, _, _ in none.values()} == {"not run"}
@@ -826,11 +840,13 @@ def test_another_order_in_another_batch_and_halves_with_the_order_of_a_tile_are_
         {"D": 64, "gemm": "two halves", "order": 1, "unequal": 5},
         {"D": 32, "gemm": "two halves", "order": 1, "unequal": 5},
         {"D": 32, "gemm": "batch-invariant", "order": 0, "unequal": 0, "masses": 3},
+        {"D": 16, "tile": "a", "order": 0, "unequal": 0},
     ]
     assert load("order").wrong(rows) == [
         "D 64: 2 batches change logits of a",
         "D 32: 0 batches change logits, 3 masses of a batch-invariant head",
         "D 64: two halves have the order of a tile",
+        "D 16: two halves were not computed",
     ]
 
 

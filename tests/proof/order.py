@@ -225,7 +225,8 @@ def wrong(rows: list[dict[str, Any]]) -> list[str]:
     found += [
         f"D {row['D']}: two halves have the order of a tile" for row in others if (row["D"], row["order"]) in orders
     ]
-    return found
+    without = sorted({row["D"] for row in tiles} - {row["D"] for row in others})
+    return found + [f"D {hidden}: two halves were not computed" for hidden in without]
 
 
 def main() -> int:
