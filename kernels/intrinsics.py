@@ -97,6 +97,16 @@ def prefetch(pointers, mask):
 
 
 @triton.jit
+def after_writes(x):
+    """``x``, an int32, once the host and other GPUs can see what this thread has written."""
+    if not _INTERPRETED:
+        x = tl.inline_asm_elementwise(
+            "fence.acq_rel.sys; mov.b32 $0, $1;", "=r,r", [x], dtype=tl.int32, is_pure=False, pack=1
+        )
+    return x
+
+
+@triton.jit
 def float_to_ordered(x):
     """float32 to int32, order-preserving."""
     bits = x.to(tl.int32, bitcast=True)

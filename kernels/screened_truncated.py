@@ -43,16 +43,17 @@ from .rescore import (
     store_groups,
 )
 from .truncation_math import (
-    BLOCK_GROUPS,
-    best_of_listed,
-    block_maxima,
     bound_of_top_k,
+    count_and_mass,
+    first_allowed,
+    is_allowed,
     key_shift,
     largest_with_key,
     list_groups_above,
     listed_logits,
+    mass_of_largest,
     min_p_limit,
-    threshold_of,
+    set_maxima,
 )
 from .workspace import ID_ROWS, LISTED_GROUPS, LogitsBuffer, ScreenCounter, ScreenWorkspace, num_group_blocks
 
@@ -112,7 +113,7 @@ def bound_truncated_kernel(
             for first in tl.range(0, num_groups, BLOCK_S):
                 groups = first + tl.arange(0, BLOCK_S)
                 tl.store(group_max + groups, float("-inf"), mask=groups < num_groups)
-        maxima = block_maxima(max_logit_lo, num_groups, BLOCK_S)
+        maxima = set_maxima(max_logit_lo, num_groups, BLOCK_S)
         k, _ = _groups_to_find(tl.load(truncation.top_k + row), vocab_size, CANDIDATES)
         bound = bound_of_top_k(maxima, tl.max(maxima), k, 0)
         tl.store(screen.threshold + row, float_to_ordered(bound))
@@ -484,9 +485,11 @@ def _masses(group_max, lse_hi, lse_lo, low, reference, groups, num_groups):
     """Whether groups have no rescored logit above ``low``, and the most and the least mass of these, relative to
     ``reference``."""
     inside = groups < num_groups
+    most = tl.load(lse_hi + groups, mask=inside, other=float("-inf"))
+    least = tl.load(lse_lo + groups, mask=inside, other=float("-inf"))
     other = inside & ~(tl.load(group_max + groups, mask=inside, other=float("-inf")) > low)
-    most = tl.exp(tl.load(lse_hi + groups, mask=other, other=float("-inf")) - reference)
-    least = tl.exp(tl.load(lse_lo + groups, mask=other, other=float("-inf")) - reference)
+    most = tl.exp(tl.where(other, most, float("-inf")) - reference)
+    least = tl.exp(tl.where(other, least, float("-inf")) - reference)
     return other, most, least
 
 
@@ -495,8 +498,8 @@ def _mass_of_others(group_max, lse_hi, lse_lo, low, reference, num_groups, BLOCK
     """The most and the least mass of the groups without a rescored logit above ``low``, relative to ``reference``."""
     mass_hi = tl.zeros([BLOCK_S], tl.float32)
     mass_lo = tl.zeros([BLOCK_S], tl.float32)
-    for place in tl.range(BLOCK_GROUPS):  # a loop, for few registers
-        groups = tl.arange(0, BLOCK_S) * BLOCK_GROUPS + place
+    for first in tl.range(0, num_groups, BLOCK_S):
+        groups = first + tl.arange(0, BLOCK_S)
         _, most, least = _masses(group_max, lse_hi, lse_lo, low, reference, groups, num_groups)
         mass_hi += most
         mass_lo += least
@@ -525,15 +528,16 @@ def _draw_row(
 ):
     """Token, its score, and the row's status: ``_WIDE`` where all is known but the mass of the groups that were not
     read. Then the number that no unread logit is above, and the logit that masses are relative to."""
-    maxima = block_maxima(group_max, num_groups, BLOCK_S)
-    largest = tl.max(maxima)
-    wanted, complete = _groups_to_find(top_k, vocab_size, CANDIDATES)
-    bound = bound_of_top_k(maxima, largest, wanted, SHIFT)
     # The largest number of the buffer below ``screened``: no logit that was not read is above it.
     ordered = float_to_ordered(screened).to(tl.int64)
     below = tl.where(ordered >= 0, ordered - 1, ordered - (1 << SHIFT)) >> SHIFT
     # Below -inf there is no number; then every group was read.
-    low = tl.where(screened == float("-inf"), bound, tl.maximum(bound, largest_with_key(below, SHIFT)))
+    unread = tl.where(screened == float("-inf"), screened, largest_with_key(below, SHIFT))
+    maxima = set_maxima(group_max, num_groups, BLOCK_S)
+    largest = tl.max(maxima)
+    wanted, complete = _groups_to_find(top_k, vocab_size, CANDIDATES)
+    read = tl.where(maxima > unread, maxima, float("-inf"))
+    low = tl.maximum(unread, bound_of_top_k(read, largest, wanted, SHIFT))
     num_listed = list_groups_above(low, maxima, group_max, list_ptr, num_groups, BLOCK_S, CANDIDATES)
     logits = listed_logits(row_logits, list_ptr, num_listed, CANDIDATES)
     reference = tl.where(largest == float("-inf"), 0.0, largest) * inv_temperature
@@ -547,8 +551,7 @@ def _draw_row(
     known = complete | ~of_top_k
     if top_p < 1.0:
         if of_top_k:
-            floor = threshold_of(logits, weights, low, largest, k, float("inf"), SHIFT)
-            p_hi = top_p * tl.sum(tl.where(logits > floor, weights, 0.0))
+            p_hi = top_p * mass_of_largest(logits, weights, low, largest, k, SHIFT)
             p_lo = p_hi
         else:
             mass_hi, mass_lo = _mass_of_others(group_max, lse_hi, lse_lo, low, reference, num_groups, BLOCK_S)
@@ -556,17 +559,27 @@ def _draw_row(
             slack = _SUM_SLACK + tl.abs(reference) * _EXPONENT_SLACK
             p_hi = top_p * ((rescored + mass_hi) * (1.0 + slack))
             p_lo = top_p * ((rescored + mass_lo) * (1.0 - slack))
-    floor = threshold_of(logits, weights, low, largest, k, p_hi, SHIFT)
-    certainly_allowed = floor
-    if p_lo < p_hi:
-        certainly_allowed = threshold_of(logits, weights, low, largest, k, p_lo, SHIFT)
     lowest = min_p_limit(largest, inv_temperature, min_p)
-    token, logit, score = best_of_listed(
-        row_logits, list_ptr, num_listed, inv_temperature, seed, position, floor, lowest, CANDIDATES
+    count, mass = count_and_mass(logits, weights, low)
+    complete |= ((count > 0) & ~((count < k) & (mass < p_hi))) | (lowest > low)
+    token, _, score, count, mass = first_allowed(
+        row_logits,
+        list_ptr,
+        num_listed,
+        logits,
+        weights,
+        inv_temperature,
+        seed,
+        position,
+        low,
+        lowest,
+        k,
+        p_hi,
+        CANDIDATES,
     )
-    complete |= (floor > low) | (lowest > low)
     certain = complete & known & (num_listed <= CANDIDATES)
-    status = tl.where(certain, tl.where(logit > certainly_allowed, 1, _WIDE), _LEFT)
+    decided = (score > float("-inf")) & is_allowed(count, mass, k, p_lo)
+    status = tl.where(certain, tl.where(decided, 1, _WIDE), _LEFT)
     return token, score, status, low, reference
 
 
@@ -582,15 +595,15 @@ def _choose_wide_groups(
     BLOCK_S: tl.constexpr,
     WIDE_GROUPS: tl.constexpr,
 ):
-    """Choose the groups whose mass is known least: as many as lie in ``WIDE_GROUPS`` blocks of groups. Bisection finds
-    the blocks, so they may be a few more."""
+    """Choose the groups whose mass is known least: as many as lie in ``WIDE_GROUPS`` sets (``set_maxima``). Bisection
+    finds the sets, so they may be a few more."""
     widest = tl.full([BLOCK_S], float("-inf"), tl.float32)
-    for place in tl.range(BLOCK_GROUPS):
-        groups = tl.arange(0, BLOCK_S) * BLOCK_GROUPS + place
+    for first in tl.range(0, num_groups, BLOCK_S):
+        groups = first + tl.arange(0, BLOCK_S)
         widest = tl.maximum(widest, _width(group_max, lse_hi, lse_lo, low, reference, groups, num_groups))
     bound = bound_of_top_k(widest, tl.max(widest), WIDE_GROUPS, 0)
-    for place in tl.range(BLOCK_GROUPS):
-        groups = tl.arange(0, BLOCK_S) * BLOCK_GROUPS + place
+    for first in tl.range(0, num_groups, BLOCK_S):
+        groups = first + tl.arange(0, BLOCK_S)
         width = _width(group_max, lse_hi, lse_lo, low, reference, groups, num_groups)
         chosen = tl.where((width > bound) & (width > 0.0), float("inf"), float("-inf"))
         tl.store(max_logit_lo + groups, chosen, mask=groups < num_groups)
@@ -670,8 +683,8 @@ def draw_rescored_kernel(
                     WIDE_GROUPS,
                 )
             else:
-                for place in tl.range(BLOCK_GROUPS):
-                    others = tl.arange(0, BLOCK_S) * BLOCK_GROUPS + place
+                for first in tl.range(0, num_groups, BLOCK_S):
+                    others = first + tl.arange(0, BLOCK_S)
                     tl.store(max_logit_lo + others, float("-inf"), mask=others < num_groups)
     tl.store(buffer.status + row, status)
 

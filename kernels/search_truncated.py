@@ -25,7 +25,7 @@ from .truncation_math import (
     BLOCK_IDS,
     best_of_window,
     kth_bound,
-    list_blocks,
+    list_chosen,
     load_group_blocks,
     mass_of_top_k,
     measure,
@@ -133,7 +133,7 @@ def _search(
             chosen = (pool >= best - reach) & (pool > float("-inf"))
             num_chosen = tl.sum(chosen.to(tl.int32))
         bottom = best - reach  # no token of a block that is not looked at scores more
-        list_blocks(chosen, window_ptr, WINDOW, BLOCK_S)
+        list_chosen(chosen, window_ptr, WINDOW, BLOCK_S)
         block = tl.load(window_ptr + offs_w // BLOCK_GROUPS, mask=offs_w // BLOCK_GROUPS < num_chosen, other=0)
         groups = block * BLOCK_GROUPS + offs_w % BLOCK_GROUPS
         valid = (offs_w // BLOCK_GROUPS < num_chosen) & (groups < num_groups)

@@ -38,7 +38,7 @@ from .logit_summary import (
     temperature_of,
 )
 from .reduce_splits import log_mass_of
-from .truncation_math import BLOCK_GROUPS, block_maxima
+from .truncation_math import BLOCK_GROUPS
 from .workspace import MAX_TOP_LOGPROBS, num_group_blocks
 
 # The sizes of k that kernels are compiled for; a smaller k takes the next.
@@ -121,6 +121,16 @@ def store_first(list_ptr, entries, keys, k, threshold):
 
 
 @triton.jit
+def _block_maxima(group_max, num_groups, BLOCK_S: tl.constexpr):
+    """``[BLOCK_S]``: the largest logit of each block of groups. group_max: of the row's groups."""
+    maxima = tl.full([BLOCK_S], float("-inf"), tl.float32)
+    for place in tl.range(BLOCK_GROUPS):  # a loop, for few registers
+        groups = tl.arange(0, BLOCK_S) * BLOCK_GROUPS + place
+        maxima = tl.maximum(maxima, tl.load(group_max + groups, mask=groups < num_groups, other=float("-inf")))
+    return maxima
+
+
+@triton.jit
 def _listed(list_ptr, places, num, SHIFT: tl.constexpr):
     """The logits whose bits are at some places of a list of ``num``, and their keys."""
     logits = tl.load(list_ptr + places, mask=places < num, other=0).to(tl.float32, bitcast=True)
@@ -196,7 +206,7 @@ def top_logprobs_kernel(
         num_blocks = tl.cdiv(num_groups, BLOCK_GROUPS)
         blocks = tl.arange(0, BLOCK_S)
         row_max = group_max_ptr + row * num_groups
-        keys = sort_keys(block_maxima(row_max, num_groups, BLOCK_S), blocks < num_blocks, SHIFT)
+        keys = sort_keys(_block_maxima(row_max, num_groups, BLOCK_S), blocks < num_blocks, SHIFT)
         num_listed = tl.minimum(num, num_blocks)
         threshold = kth_key(keys, num_listed, lowest)
         store_first(list_ptr, blocks, keys, num_listed, threshold)

@@ -10,8 +10,8 @@ first arrival has no memory; so the first allowed token is an exact draw from th
 set. The first of all is the token that a plain row draws: a truncation changes a token only where it forbids it.
 
 A token is allowed if fewer than top-k tokens and less than top-p of the mass have a larger logit, and its logit reaches
-the limit of min-p. Groups are handled in blocks of 8 where only their largest logits matter: what is done to all of
-them is done to an eighth as many, in a thread's registers.
+the limit of min-p. Where only their largest logits matter, groups are handled 8 at a time, in blocks or sets: what is
+done to all of them is done to an eighth as many, in a thread's registers.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from .workspace import GROUPS_PER_BLOCK
 NO_TOKEN = tl.constexpr(2**31 - 1)
 BLOCK_GROUPS = tl.constexpr(GROUPS_PER_BLOCK)
 BLOCK_IDS = tl.constexpr(GROUPS_PER_BLOCK * rng.GROUP_SIZE)
-_LOW = tl.constexpr(-(2.0**101))  # maxima are rarely below: a bisection that starts there finds its way in fewer steps
 _BISECTIONS = tl.constexpr(24)  # bounds the search for a lower bound: a loose one costs passes, not exactness
 _GROUPS_AT_ONCE = tl.constexpr(32)  # the arithmetic of the noise is long: a loop over few keeps the code short
 
@@ -86,9 +85,9 @@ def min_p_limit(largest, inv_temperature, min_p):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# A row with a small top-k. If the largest logits of k blocks of groups are above a number, k logits are above it. So
-# the groups that reach it, about k, hold everything that is allowed: they are listed, and their logits that top-k,
-# top-p and min-p allow are found exactly.
+# A row with a small top-k. If the largest logits of k sets of groups are above a number, k logits are above it. So the
+# groups that reach it, about k, hold everything that is allowed: they are listed, and the best of their tokens that
+# top-k, top-p and min-p allow is found exactly.
 
 
 def key_shift(dtype: torch.dtype) -> int:
@@ -108,13 +107,14 @@ def bound_of_top_k(maxima, largest, k, SHIFT: tl.constexpr):
 
     SHIFT: how many low bits of all values are zero. Bisection over what is left, a few instructions.
     """
-    above_nothing = (maxima > float("-inf")).to(tl.int32)
-    num_above, num_usual = tl.split(tl.sum(tl.join(above_nothing, (maxima > _LOW).to(tl.int32)), axis=0))
+    exists = maxima > float("-inf")
+    num_above = tl.sum(exists.to(tl.int32))
+    smallest = tl.min(tl.where(exists, maxima, float("inf")))
     # With fewer maxima than k, smaller logits beside them are wanted too, however small.
-    start = tl.where((num_usual == num_above) & (num_above >= k), _LOW, float("-inf"))
-    failing = (float_to_ordered(start) >> SHIFT).to(tl.int64)
+    failing = (float_to_ordered(tl.where(num_above < k, float("-inf"), smallest)) >> SHIFT).to(tl.int64)
+    failing = tl.where(num_above < k, failing, failing - 1)
     passing = (float_to_ordered(largest) >> SHIFT).to(tl.int64)
-    while (passing - failing > 1) & (num_above > k + k // 4 + 4):
+    while (passing - failing > 1) & (num_above > k + k // 16):
         middle = (passing + failing) >> 1
         count = tl.sum((maxima > largest_with_key(middle, SHIFT)).to(tl.int32))
         num_above = tl.where(count < k, num_above, count)
@@ -124,51 +124,62 @@ def bound_of_top_k(maxima, largest, k, SHIFT: tl.constexpr):
 
 
 @triton.jit
-def threshold_of(values, weights, low, largest, k, p, SHIFT: tl.constexpr):
-    """A number x, ``low`` or above, such that exactly the values above x have fewer than ``k`` values and less than
-    ``p`` of the weight above them. Nothing is above the largest value: that one always passes."""
+def mass_of_largest(values, weights, low, largest, k, SHIFT: tl.constexpr):
+    """The weight of the ``k`` largest values and of those that equal the last of them, above ``low`` all."""
     failing = (float_to_ordered(low) >> SHIFT).to(tl.int64)
     passing = (float_to_ordered(largest) >> SHIFT).to(tl.int64)
     while passing - failing > 1:
         middle = (passing + failing) >> 1
-        larger = values > largest_with_key(middle, SHIFT)
-        counted = tl.join(tl.where(larger, 1.0, 0.0), tl.where(larger, weights, 0.0))
-        count, mass = tl.split(tl.sum(counted, axis=0))
-        passes = ((count < k) & (mass < p)) | (count == 0)
+        passes = tl.sum((values > largest_with_key(middle, SHIFT)).to(tl.int32)) < k
         passing = tl.where(passes, middle, passing)
         failing = tl.where(passes, failing, middle)
-    return largest_with_key(failing, SHIFT)
+    return tl.sum(tl.where(values > largest_with_key(failing, SHIFT), weights, 0.0))
 
 
 @triton.jit
-def block_maxima(group_max, num_groups, BLOCK_S: tl.constexpr):
-    """``[BLOCK_S]``: the largest logit of each block of groups. group_max: of the row's groups."""
+def count_and_mass(values, weights, logit):
+    """The number of values above ``logit``, float32, and their weight."""
+    larger = values > logit
+    return tl.split(tl.sum(tl.join(tl.where(larger, 1.0, 0.0), tl.where(larger, weights, 0.0)), axis=0))
+
+
+@triton.jit
+def is_allowed(count, mass, k, p):
+    """Whether top-k and top-p allow a logit with ``count`` larger ones, whose weight is ``mass``; the largest always
+    is."""
+    return ((count < k) & (mass < p)) | (count == 0)
+
+
+@triton.jit
+def set_maxima(group_max, num_groups, BLOCK_S: tl.constexpr):
+    """``[BLOCK_S]``: the largest logit of each set of groups, -inf of an empty one. group_max: of the row's groups.
+
+    The groups of a set lie ``BLOCK_S`` apart, so that threads side by side read numbers side by side.
+    """
     maxima = tl.full([BLOCK_S], float("-inf"), tl.float32)
-    for place in tl.range(BLOCK_GROUPS):  # a loop, for few registers
-        groups = tl.arange(0, BLOCK_S) * BLOCK_GROUPS + place
+    for place in tl.static_range(BLOCK_GROUPS):  # no load waits for another
+        groups = place * BLOCK_S + tl.arange(0, BLOCK_S)
         maxima = tl.maximum(maxima, tl.load(group_max + groups, mask=groups < num_groups, other=float("-inf")))
     return maxima
 
 
 @triton.jit
 def list_groups_above(bound, maxima, group_max, list_ptr, num_groups, BLOCK_S: tl.constexpr, CANDIDATES: tl.constexpr):
-    """List the groups with a logit above ``bound``, in order, from ``list_ptr + CANDIDATES`` on; returns how many there
-    are, some number above ``CANDIDATES`` where they are more than that."""
-    num_blocks = tl.sum((maxima > bound).to(tl.int32))
-    list_blocks(maxima > bound, list_ptr, CANDIDATES, BLOCK_S)
+    """List the groups with a logit above ``bound`` from ``list_ptr + CANDIDATES`` on; returns how many there are, some
+    number above ``CANDIDATES`` where they are more than that. maxima: of ``set_maxima``."""
+    num_sets = tl.sum((maxima > bound).to(tl.int32))
+    list_chosen(maxima > bound, list_ptr, CANDIDATES, BLOCK_S)
     offs = tl.arange(0, CANDIDATES)
-    block = tl.load(list_ptr + offs, mask=offs < num_blocks, other=0)
-    groups = tl.reshape(
-        block[:, None] * BLOCK_GROUPS + tl.arange(0, BLOCK_GROUPS)[None, :], [CANDIDATES * BLOCK_GROUPS]
-    )
-    listed = tl.arange(0, CANDIDATES * BLOCK_GROUPS) < num_blocks * BLOCK_GROUPS
+    first = tl.load(list_ptr + offs, mask=offs < num_sets, other=0)
+    groups = tl.reshape(first[:, None] + tl.arange(0, BLOCK_GROUPS)[None, :] * BLOCK_S, [CANDIDATES * BLOCK_GROUPS])
+    listed = tl.arange(0, CANDIDATES * BLOCK_GROUPS) < num_sets * BLOCK_GROUPS
     peaks = tl.load(group_max + groups, mask=listed & (groups < num_groups), other=float("-inf"))
     reaches = (peaks > bound).to(tl.int32)
     index = tl.cumsum(reaches, axis=0) - 1
     tl.store(list_ptr + CANDIDATES + index, groups, mask=(reaches > 0) & (index < CANDIDATES))
     tl.debug_barrier()
-    # Each block has such a group: with more blocks than were listed, the groups are too many as well.
-    return tl.maximum(tl.sum(reaches), num_blocks)
+    # Each set has such a group: with more sets than were listed, the groups are too many as well.
+    return tl.maximum(tl.sum(reaches), num_sets)
 
 
 @triton.jit
@@ -209,11 +220,49 @@ def best_of_listed(
         scores = token_scores(logits, score, relative, ids, inv_temperature, seed, position)
         scores = tl.where((logits > floor) & (logits >= lowest), scores, float("-inf"))
         first = tl.max(scores)
-        if first > best_score:  # groups ascend: of equal scores the lowest id
-            best_score = first
-            best_token = tl.min(tl.where(scores == first, ids, NO_TOKEN))
-            best_logit = tl.max(tl.where(ids == best_token, logits, float("-inf")))
+        if (first >= best_score) & (first > float("-inf")):
+            token = tl.min(tl.where(scores == first, ids, NO_TOKEN))
+            if (first > best_score) | (token < best_token):  # of equal scores the lowest id
+                best_score = first
+                best_token = token
+                best_logit = tl.max(tl.where(ids == token, logits, float("-inf")))
     return tl.where(best_score == float("-inf"), 0, best_token), best_logit, best_score
+
+
+@triton.jit
+def first_allowed(
+    row_logits,
+    list_ptr,
+    num_listed,
+    logits,  # of ``listed_logits``
+    weights,  # of these
+    inv_temperature,
+    seed,
+    position,
+    low,
+    lowest,
+    k,
+    p,
+    CANDIDATES: tl.constexpr,
+):
+    """The best token of the listed groups that the limits allow, with a logit above ``low``: its id, logit and score;
+    id 0 and -inf where there is none. Then the number and the weight of the larger logits.
+
+    Best scores first: a token that is not allowed rules out every smaller logit, so few are looked at.
+    """
+    token = tl.full([], 0, tl.int32)
+    logit = low
+    score = tl.full([], float("-inf"), tl.float32)
+    count = tl.full([], 0.0, tl.float32)
+    mass = tl.full([], 0.0, tl.float32)
+    searching = num_listed >= 0
+    while searching:
+        token, logit, score = best_of_listed(
+            row_logits, list_ptr, num_listed, inv_temperature, seed, position, logit, lowest, CANDIDATES
+        )
+        count, mass = count_and_mass(logits, weights, logit)
+        searching = (score > float("-inf")) & ~is_allowed(count, mass, k, p)
+    return token, logit, score, count, mass
 
 
 @triton.jit
@@ -234,7 +283,7 @@ def draw_small_top_k(
     SHIFT: tl.constexpr,
 ):
     """Token, its logit, its score, and whether the groups were no more than ``CANDIDATES``."""
-    maxima = block_maxima(group_max, num_groups, BLOCK_S)
+    maxima = set_maxima(group_max, num_groups, BLOCK_S)
     largest = tl.max(maxima)
     bound = bound_of_top_k(maxima, largest, top_k, SHIFT)
     num_listed = list_groups_above(bound, maxima, group_max, list_ptr, num_groups, BLOCK_S, CANDIDATES)
@@ -243,12 +292,22 @@ def draw_small_top_k(
     p = tl.where(top_p < 1.0, top_p * total, float("inf"))
     if (min_p > 0.0) & (top_p < 1.0):
         # With min-p, top-p is of what top-k has left.
-        floor = threshold_of(logits, weights, bound, largest, top_k, float("inf"), SHIFT)
-        p = top_p * tl.sum(tl.where(logits > floor, weights, 0.0))
-    floor = threshold_of(logits, weights, bound, largest, top_k, p, SHIFT)
+        p = top_p * mass_of_largest(logits, weights, bound, largest, top_k, SHIFT)
     lowest = min_p_limit(largest, inv_temperature, min_p)
-    token, logit, score = best_of_listed(
-        row_logits, list_ptr, num_listed, inv_temperature, seed, position, floor, lowest, CANDIDATES
+    token, logit, score, _, _ = first_allowed(
+        row_logits,
+        list_ptr,
+        num_listed,
+        logits,
+        weights,
+        inv_temperature,
+        seed,
+        position,
+        bound,
+        lowest,
+        top_k,
+        p,
+        CANDIDATES,
     )
     return token, logit, score, num_listed <= CANDIDATES
 
@@ -268,8 +327,8 @@ def load_group_blocks(row_ptr, num_groups, BLOCK_S: tl.constexpr):
 
 
 @triton.jit
-def list_blocks(chosen, list_ptr, capacity, BLOCK_S: tl.constexpr):
-    """Write the indices of the chosen blocks to the row's list, in order, up to ``capacity`` of them."""
+def list_chosen(chosen, list_ptr, capacity, BLOCK_S: tl.constexpr):
+    """Write the indices of the chosen blocks or sets to the row's list, in order, up to ``capacity`` of them."""
     slot = tl.cumsum(chosen.to(tl.int32), axis=0) - 1
     tl.debug_barrier()  # nobody reads the previous list any more
     tl.store(list_ptr + slot, tl.arange(0, BLOCK_S), mask=chosen & (slot < capacity))
@@ -318,7 +377,7 @@ def measure(
     num_blocks = tl.cdiv(num_groups, BLOCK_GROUPS)
     listed = num_above * 2 < num_blocks
     if listed:
-        list_blocks(above, list_ptr, BLOCK_S, BLOCK_S)
+        list_chosen(above, list_ptr, BLOCK_S, BLOCK_S)
     num_blocks = tl.where(listed, num_above, num_blocks)
     count_low = tl.zeros([GATHER * BLOCK_IDS], tl.float32)  # exact: a vocabulary has fewer than 2**24 ids
     count_high = tl.zeros([GATHER * BLOCK_IDS], tl.float32)

@@ -27,6 +27,7 @@ from .invariant import tile_of
 from .kernels.config import ReadConfig, ScreenConfig
 from .kernels.gather_logprobs import head_logprobs
 from .kernels.gather_rows import LINE_WORDS, RowBuffers, StagedBatch, gather_rows, stage_rows, write_rows
+from .kernels.host_memory import copy_words
 from .kernels.launch import compiling_only
 from .kernels.params import BatchParams, Edit, LMHead, LogitEdits, Truncation
 from .kernels.reference import (
@@ -153,8 +154,8 @@ def one_row(
 
 
 def launch_row_table(weight: torch.Tensor) -> None:
-    """Launch the kernels that write a table of rows, and that gather a batch from it, with one row. weight: ``[V, D]``;
-    the hidden states are like its rows."""
+    """Launch the kernels that write a table of rows, that gather a batch from it, and that copy words to and from host
+    memory, with one row. weight: ``[V, D]``; the hidden states are like its rows."""
     device = weight.device
     slots = torch.zeros(1, dtype=torch.int64, device=device)
     lines = torch.zeros(1, LINE_WORDS, dtype=torch.int32, device=device)
@@ -162,6 +163,8 @@ def launch_row_table(weight: torch.Tensor) -> None:
     out = RowBuffers.allocate(1, device)
     gather_rows(lines, slots, slots, out)
     stage_rows(StagedBatch(device), lines, weight.new_zeros(1, weight.shape[1]), out)
+    copy_words(lines[0], lines.new_zeros(LINE_WORDS))
+    copy_words(lines[0], lines.new_zeros(LINE_WORDS + 2), tells=True)
 
 
 def compare_rows_with_reference(

@@ -413,6 +413,7 @@ def launch_variation(path: str, kind: str, config: Any, change: dict[str, Any]) 
 def launch_row_tables() -> None:
     """Stage, and gather and write with slots, positions and lines at any address, and with numbers of every kind."""
     from sgl_flashsample.kernels.gather_rows import RowBuffers, StagedBatch, gather_rows, stage_rows, write_rows
+    from sgl_flashsample.kernels.host_memory import copy_words
 
     for num_rows, width, dtype in itertools.product((1, 2, 17), (1, 24, 64), (torch.bfloat16, torch.float32)):
         LAUNCHES.now = f"stage of {num_rows} rows, {width} columns, {dtype}"
@@ -424,6 +425,10 @@ def launch_row_tables() -> None:
         slots, positions = (at(torch.zeros(rows, dtype=torch.int64), offset) for rows in (num_rows, num_rows * nodes))
         gather_rows(table, slots, positions, RowBuffers.allocate(400, "cpu"), nodes=nodes, edits=num_rows)
         write_rows(table, slots, at(table, offset))
+    for num_words, tells, offset in itertools.product((1, 8, 16), (False, True), (0, 1)):
+        LAUNCHES.now = f"{num_words} words, {tells}, {offset}"
+        source, target = (torch.zeros(n, dtype=torch.int32) for n in (num_words, num_words + 2 * tells))
+        copy_words(at(source, offset), at(target, offset), tells=tells)
 
 
 def launch_logprobs() -> None:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..kernels.host_memory import memory_for_graphs
+from ..kernels.host_memory import copy_words, memory_for_graphs
 from ..kernels.top_logprobs import width_of
 from ..logprobs import Logprobs, WantedLogprobs
 
@@ -185,26 +185,27 @@ class HostBlock:
     """Host memory into which a graph copies the values of its step. num_bytes: ``LogprobLayout.num_bytes``."""
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
-        self.data = memory_for_graphs(self, num_bytes, torch.uint8, device)
+        self._device, self._num_words = device, num_bytes // 4
+        self._words = memory_for_graphs(self, self._num_words + 2, torch.int32, device)
+        self._numbers = memoryview(self._words.numpy().data)[self._num_words :]  # of the last replay that has arrived
+        self.data = memoryview(self._words.numpy().data).cast("B")
         self.reader: HostCopy | None = None  # of the values of the last replay, until it has read them
-        self._arrived = torch.cuda.Event() if device.type == "cuda" else None
 
     def fill(self, read: PackedLogprobs) -> PackedLogprobs:
         """The launch of the graph that copies the values; the same values with this block."""
-        self.data.copy_(read.data, non_blocking=True)
+        copy_words(read.data.view(torch.int32), self._words, tells=True)
         return read._replace(block=self)
 
-    def lend(self, reader: HostCopy) -> torch.cuda.Event | None:
-        """After a replay: ``reader`` reads the values. The event by which they have arrived."""
-        self.reader = reader
-        if self._arrived is not None:
-            self._arrived.record()
-        return self._arrived
-
-    def take_back(self) -> None:
-        """Before the next replay: what has not been read yet is read now."""
+    def expect_next(self) -> None:
+        """Before each replay: what has not been read yet is read now."""
         if self.reader is not None:
             _ = self.reader.rows
+        self._numbers[1] = (self._numbers[1] + 1) % (1 << 31)
+
+    def wait(self) -> None:
+        """Until the values of the last replay have arrived, which SGLang has mostly waited for already."""
+        if self._numbers[0] != self._numbers[1] and self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
 
 
 class HostCopy:
@@ -212,12 +213,15 @@ class HostCopy:
 
     def __init__(self, read: PackedLogprobs) -> None:
         self._shape, self._block = (read.rows, read.top, read.ids), read.block
+        self._arrived: torch.cuda.Event | None = None
         if self._block is not None:
-            self._data, self._arrived = self._block.data, self._block.lend(self)
+            self._data = self._block.data
+            self._block.reader = self
             return
-        self._data = read.data.to("cpu", non_blocking=True, copy=True)  # from a GPU, into pinned memory
-        self._arrived = torch.cuda.Event() if read.data.is_cuda else None
-        if self._arrived is not None:
+        data = read.data.to("cpu", non_blocking=True, copy=True)  # from a GPU, into pinned memory
+        self._data = data.numpy().data
+        if read.data.is_cuda:
+            self._arrived = torch.cuda.Event()
             self._arrived.record()
 
     @functools.cached_property
@@ -227,13 +231,15 @@ class HostCopy:
         Tuples of numbers, which Python's garbage collector does not track. SGLang keeps two of them per row and step
         until the request ends; as lists they would make the collector look through the whole process time and again.
         """
-        if self._arrived is not None:
+        if self._block is not None:
+            self._block.wait()
+        elif self._arrived is not None:
             self._arrived.synchronize()
         rows, top, ids = self._shape
-        parts, at, data = [], 0, self._data.numpy().data
+        parts, at = [], 0
         for row in (f"={top}q", f"={top}f", f"={ids}f"):
             end = at + rows * struct.calcsize(row)
-            parts.append(list(struct.iter_unpack(row, data[at:end])) if end > at else [])
+            parts.append(list(struct.iter_unpack(row, self._data[at:end])) if end > at else [])
             at = end
         if self._block is not None:
             self._block.reader = None

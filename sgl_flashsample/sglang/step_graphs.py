@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from ..kernels.gather_rows import StagedBatch
-from ..kernels.host_memory import memory_for_graphs
+from ..kernels.host_memory import copy_words, memory_for_graphs
 from ..kernels.params import LogitEdits, SampleOutput
 from ..kernels.workspace import Workspace
 from .batch import DrawKind, Mix
@@ -108,7 +108,7 @@ class EditPlaces:
 
     def load(self) -> None:
         """Bring the addresses to ``places``: the first launch of the graph."""
-        self.places.copy_(self._words, non_blocking=True)
+        copy_words(self._words.view(torch.int32), self.places.view(torch.int32))
 
 
 class PlacedEdits(NamedTuple):
@@ -235,7 +235,7 @@ class KeyedGraphs:
         captured = self.captured[self.slot]
         self.slot = (self.slot + 1) % SLOTS
         if captured.block is not None:
-            captured.block.take_back()
+            captured.block.expect_next()
         captured.graph.replay()
         drawn = captured.first.get(num_rows)
         if drawn is None:

@@ -28,6 +28,7 @@ from sgl_flashsample.screen import Screen
 from sgl_flashsample.screen_race import Outcome, candidates, decide, race, raced_kinds
 from sgl_flashsample.dispatch import default_table
 from sgl_flashsample.kernels.gather_rows import RowBuffers, StagedBatch, gather_rows, stage_rows, write_rows
+from sgl_flashsample.kernels.host_memory import copy_words
 from sgl_flashsample.kernels.launch import Gpu, compiling_only, pretend_gpu
 
 together = threading.Barrier(2)
@@ -109,6 +110,8 @@ for how in ("ahead", "never", "raced", "no bool masks", "no screen", "broken", "
                 out = RowBuffers.allocate(max(rows, 32), "cpu")
                 gather_rows(lines, slots, slots, out, edits=rows)
                 stage_rows(StagedBatch(lines.device), lines, head.weight[: min(rows, 32)], out)
+                copy_words(lines[0], moved(lines[0].clone()))
+                copy_words(lines[0, :6], lines[0], tells=True)
     except RuntimeError as error:
         asked.append(str(error))
     results[how] = ahead, asked, log.getvalue()

@@ -38,7 +38,14 @@ from sgl_flashsample.kernels.screened_truncated import (
     read_groups,
     read_ids,
 )
-from sgl_flashsample.kernels.workspace import ID_ROWS, MAX_ID_ROWS, LogitsBuffer, ScreenCounter, ScreenWorkspace
+from sgl_flashsample.kernels.workspace import (
+    ID_ROWS,
+    MAX_ID_ROWS,
+    LogitsBuffer,
+    ScreenCounter,
+    ScreenWorkspace,
+    num_group_blocks,
+)
 
 INF = float("inf")
 in_chunks_and_listed = pytest.mark.parametrize("config", [SCREEN, LISTED], ids=["chunks", "listed"])
@@ -180,6 +187,13 @@ def padded(logits: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.pad(logits, (0, -logits.shape[1] % 16), value=-INF).view(len(logits), -1, 16)
 
 
+def in_sets(of_groups: torch.Tensor, empty: float) -> torch.Tensor:
+    """``[B, n, S]``: the groups of each of the S sets of ``set_maxima``, from ``[B, G]``."""
+    sets = num_group_blocks(of_groups.shape[1] * 16)
+    padded = torch.nn.functional.pad(of_groups, (0, -of_groups.shape[1] % sets), value=empty)
+    return padded.view(len(of_groups), -1, sets)
+
+
 @pytest.fixture
 def stage(device) -> Stage:
     return make_stage(7, device)
@@ -206,19 +220,19 @@ def make_stage(num_rows: int, device) -> Stage:
 
 
 @pytest.mark.parametrize("rescored", [False, True])
-def test_a_bound_is_what_as_many_blocks_of_groups_as_are_wanted_are_above(stage, rescored):
-    """``top_k`` blocks where that is small, else as many as the draw has room for. Bisection finds the bound, so a few
-    more may be above it. Rows that are not truncated keep their threshold."""
+def test_a_bound_is_what_as_many_sets_of_groups_as_are_wanted_are_above(stage, rescored):
+    """``top_k`` sets where that is small, else as many as the draw has room for. Bisection finds the bound, so one in
+    sixteen more may be above it. Rows that are not truncated keep their threshold."""
     greedy_before = stage.threshold[-1].item()
     bound_truncated(*stage.arguments, stage.buffer, SCREEN, TRUNCATION, rescored=rescored)
     lo = stage.rows_of_groups("max_logit_lo")[:-1]
-    blocks = torch.nn.functional.pad(lo, (0, -lo.shape[1] % 8), value=-INF).view(len(lo), -1, 8).amax(-1)
-    above = (blocks > stage.threshold[:-1, None]).sum(1).tolist()
+    maxima = in_sets(lo, -INF).amax(1)
+    above = (maxima > stage.threshold[:-1, None]).sum(1).tolist()
     small = TRUNCATION.candidate_groups // 2
     for k, num_above in zip(stage.case.params.truncation.top_k.tolist(), above, strict=False):
         wanted = k if 1 <= k <= small else small
-        assert num_above == blocks.shape[1] or wanted <= num_above <= wanted + wanted // 4 + 4, (k, num_above)
-    assert above[0] < 10 and above[5] < 11, "few where few are wanted"
+        assert num_above == maxima.shape[1] or wanted <= num_above <= wanted + wanted // 16, (k, num_above)
+    assert above[0] == 3 and above[5] == 5
     assert stage.threshold[-1].item() == greedy_before
     started = torch.full_like(stage.buffer.group_max, -77.0 if rescored else -INF)
     started[-1] = -77.0
@@ -420,7 +434,7 @@ def test_rescored_groups_decide_a_token_only_where_they_are_certain_to(stage):
 
 
 def test_rows_whose_mass_is_not_known_choose_the_groups_whose_ends_are_furthest_apart(device):
-    """16 or a few more of 400 blocks hold the chosen groups. Other rows choose none, and rows that are not truncated
+    """16 or one more of 512 sets hold the chosen groups. Other rows choose none, and rows that are not truncated
     keep what they have. A second draw answers for the rows that chose, and leaves the others alone."""
     num_rows, vocab = 9, 51_200
     case = make_case(num_rows, vocab, device, dtype=torch.float32, seed=4)
@@ -442,8 +456,8 @@ def test_rows_whose_mass_is_not_known_choose_the_groups_whose_ends_are_furthest_
     chosen, unread = marks[wide] == INF, made.buffer.group_max[wide] == -INF
     narrowest = torch.where(chosen & unread, width, INF).amin(1)
     assert (narrowest > torch.where(~chosen & unread, width, -INF).amax(1)).all()
-    blocks = chosen.view(len(width), -1, 8).any(-1).sum(1)
-    assert ((blocks >= 16) & (blocks <= 16 + 16 // 4 + 4)).all()
+    sets = in_sets(chosen, False).any(1).sum(1)
+    assert ((sets >= 16) & (sets <= 17)).all()
     hi.copy_(padded(case.edited).logsumexp(-1))
     lo.copy_(hi)
     output.token_ids.fill_(-7)
