@@ -14,10 +14,10 @@ needs all its logits.
 ``draw_rescored`` draws. Top-k and min-p depend on the rescored groups alone. Top-p is a share of the row's whole mass,
 which the screen knows to within two ends: the tokens allowed under the smallest mass are also allowed under the true
 one, and those under the true one also under the largest. So a token that wins among those of the largest mass, and is
-allowed under the smallest, is the winner. Where the two ends do not decide, the groups whose ends are furthest apart
-are read as well, and ``draw_rescored`` draws again: their mass is exact then. A row that is still without a token, with
-more groups than the draw can hold, or whose limits reach below what was rescored, is left: its whole head is read, and
-``search_truncated`` answers it.
+allowed under the smallest, is the winner. Where the two ends do not decide, groups whose ends are furthest apart are
+read as well, as many as will probably do, and ``draw_rescored`` draws again: their mass is exact then. A row that is
+still without a token, with more groups than the draw can hold, or whose limits reach below what was rescored, is left:
+its whole head is read, and ``search_truncated`` answers it.
 """
 
 from __future__ import annotations
@@ -62,6 +62,10 @@ _COUNT_GROUPS = tl.constexpr(int(ScreenCounter.GROUPS))
 # Relative error of a float32 sum of so many exponentials: a constant part, and a part per unit of the largest exponent.
 _SUM_SLACK = tl.constexpr(2.0**-12)
 _EXPONENT_SLACK = tl.constexpr(2.0**-21)
+_ROOM = tl.constexpr(0.5)  # the part of the room that is counted on: an estimate is not exact
+_TINY = tl.constexpr(1e-30)
+_OCTAVE = tl.constexpr(1 << 23)  # between ordered float32 numbers whose quotient is 2
+_OCTAVES = tl.constexpr(24)  # the smaller masses are nothing beside the largest
 _GROUPS_AT_ONCE = 16  # groups per program of list_ids
 # Warps of list_ids: no more threads than pairs of these groups and a block's rows, so that no thread reads what another
 # one changes.
@@ -481,16 +485,14 @@ def read_ids(
 
 
 @triton.jit
-def _masses(group_max, lse_hi, lse_lo, low, reference, groups, num_groups):
-    """Whether groups have no rescored logit above ``low``, and the most and the least mass of these, relative to
-    ``reference``."""
+def _ends(group_max, lse_hi, lse_lo, low, reference, groups, num_groups):
+    """The ends of the log-mass of groups, relative to ``reference``: -inf of those with a rescored logit above
+    ``low``."""
     inside = groups < num_groups
-    most = tl.load(lse_hi + groups, mask=inside, other=float("-inf"))
-    least = tl.load(lse_lo + groups, mask=inside, other=float("-inf"))
+    hi = tl.load(lse_hi + groups, mask=inside, other=float("-inf"))
+    lo = tl.load(lse_lo + groups, mask=inside, other=float("-inf"))
     other = inside & ~(tl.load(group_max + groups, mask=inside, other=float("-inf")) > low)
-    most = tl.exp(tl.where(other, most, float("-inf")) - reference)
-    least = tl.exp(tl.where(other, least, float("-inf")) - reference)
-    return other, most, least
+    return tl.where(other, hi, float("-inf")) - reference, tl.where(other, lo, float("-inf")) - reference
 
 
 @triton.jit
@@ -500,10 +502,27 @@ def _mass_of_others(group_max, lse_hi, lse_lo, low, reference, num_groups, BLOCK
     mass_lo = tl.zeros([BLOCK_S], tl.float32)
     for first in tl.range(0, num_groups, BLOCK_S):
         groups = first + tl.arange(0, BLOCK_S)
-        _, most, least = _masses(group_max, lse_hi, lse_lo, low, reference, groups, num_groups)
-        mass_hi += most
-        mass_lo += least
+        hi, lo = _ends(group_max, lse_hi, lse_lo, low, reference, groups, num_groups)
+        mass_hi += tl.exp(hi)
+        mass_lo += tl.exp(lo)
     return tl.split(tl.sum(tl.join(mass_hi, mass_lo), axis=0))
+
+
+@triton.jit
+def _middle(hi, lo):
+    """The mass in the middle of two ends of a log-mass, near which a group's mostly is; 0 where an end is infinite."""
+    return tl.where((lo > float("-inf")) & (hi < float("inf")), tl.exp(0.5 * (hi + lo)), 0.0)
+
+
+@triton.jit
+def _mass_in_the_middle(group_max, lse_hi, lse_lo, low, reference, num_groups, BLOCK_S: tl.constexpr):
+    """An estimate of the mass between the two of ``_mass_of_others``."""
+    middle = tl.zeros([BLOCK_S], tl.float32)
+    for first in tl.range(0, num_groups, BLOCK_S):
+        groups = first + tl.arange(0, BLOCK_S)
+        hi, lo = _ends(group_max, lse_hi, lse_lo, low, reference, groups, num_groups)
+        middle += _middle(hi, lo)
+    return tl.sum(middle)
 
 
 @triton.jit
@@ -527,7 +546,8 @@ def _draw_row(
     SHIFT: tl.constexpr,
 ):
     """Token, its score, and the row's status: ``_WIDE`` where all is known but the mass of the groups that were not
-    read. Then the number that no unread logit is above, and the logit that masses are relative to."""
+    read. Then, of such a row: the number that no unread logit is above, the logit that masses are relative to, and how
+    far below and above its estimate the mass has to be for another token."""
     # The largest number of the buffer below ``screened``: no logit that was not read is above it.
     ordered = float_to_ordered(screened).to(tl.int64)
     below = tl.where(ordered >= 0, ordered - 1, ordered - (1 << SHIFT)) >> SHIFT
@@ -542,6 +562,7 @@ def _draw_row(
     logits = listed_logits(row_logits, list_ptr, num_listed, CANDIDATES)
     reference = tl.where(largest == float("-inf"), 0.0, largest) * inv_temperature
     weights = relative_weight(logits, largest, inv_temperature)
+    rescored = tl.sum(weights)
     limits_k = (top_k >= 1) & (top_k < vocab_size)
     k = tl.where(limits_k, top_k, vocab_size)
     p_hi = tl.full([], float("inf"), tl.float32)
@@ -555,32 +576,42 @@ def _draw_row(
             p_lo = p_hi
         else:
             mass_hi, mass_lo = _mass_of_others(group_max, lse_hi, lse_lo, low, reference, num_groups, BLOCK_S)
-            rescored = tl.sum(weights)
             slack = _SUM_SLACK + tl.abs(reference) * _EXPONENT_SLACK
             p_hi = top_p * ((rescored + mass_hi) * (1.0 + slack))
             p_lo = top_p * ((rescored + mass_lo) * (1.0 - slack))
     lowest = min_p_limit(largest, inv_temperature, min_p)
     count, mass = count_and_mass(logits, weights, low)
     complete |= ((count > 0) & ~((count < k) & (mass < p_hi))) | (lowest > low)
-    token, _, score, count, mass = first_allowed(
-        row_logits,
-        list_ptr,
-        num_listed,
-        logits,
-        weights,
-        inv_temperature,
-        seed,
-        position,
-        low,
-        lowest,
-        k,
-        p_hi,
-        CANDIDATES,
-    )
     certain = complete & known & (num_listed <= CANDIDATES)
-    decided = (score > float("-inf")) & is_allowed(count, mass, k, p_lo)
-    status = tl.where(certain, tl.where(decided, 1, _WIDE), _LEFT)
-    return token, score, status, low, reference
+    token = tl.full([], 0, tl.int32)
+    score = tl.full([], float("-inf"), tl.float32)
+    mass = tl.full([], 0.0, tl.float32)
+    forbidden = tl.full([], float("inf"), tl.float32)
+    p, undecided, searching = p_hi, num_listed < 0, num_listed >= 0
+    while searching:
+        token, _, score, count, mass, forbidden = first_allowed(
+            row_logits,
+            list_ptr,
+            num_listed,
+            logits,
+            weights,
+            inv_temperature,
+            seed,
+            position,
+            low,
+            lowest,
+            k,
+            p,
+            CANDIDATES,
+        )
+        certain &= score > float("-inf")
+        searching = certain & ~undecided & ~is_allowed(count, mass, k, p_lo)
+        if searching:  # once more, for the token that it will probably be
+            undecided = searching
+            others = _mass_in_the_middle(group_max, lse_hi, lse_lo, low, reference, num_groups, BLOCK_S)
+            p = top_p * (rescored + others)
+    status = tl.where(certain, tl.where(undecided, _WIDE, 1), _LEFT)
+    return token, score, status, low, reference, (p - mass) / top_p, (forbidden - p) / top_p
 
 
 @triton.jit
@@ -591,31 +622,50 @@ def _choose_wide_groups(
     lse_lo,
     low,
     reference,
+    room_lo,  # how far the row's mass may be below its estimate, and above it, for the same token
+    room_hi,
     num_groups,
     BLOCK_S: tl.constexpr,
     WIDE_GROUPS: tl.constexpr,
 ):
-    """Choose the groups whose mass is known least: as many as lie in ``WIDE_GROUPS`` sets (``set_maxima``). Bisection
-    finds the sets, so they may be a few more."""
-    widest = tl.full([BLOCK_S], float("-inf"), tl.float32)
+    """Choose the groups whose mass is known least, so many that the others' is in a part of the room. Returns whether
+    they are ``WIDE_GROUPS`` or fewer; else none is chosen."""
+    per_lo = 1.0 / tl.maximum(room_lo * _ROOM, _TINY)
+    per_hi = 1.0 / tl.maximum(room_hi * _ROOM, _TINY)
+    widest = tl.zeros([BLOCK_S], tl.float32)
     for first in tl.range(0, num_groups, BLOCK_S):
         groups = first + tl.arange(0, BLOCK_S)
-        widest = tl.maximum(widest, _width(group_max, lse_hi, lse_lo, low, reference, groups, num_groups))
-    bound = bound_of_top_k(widest, tl.max(widest), WIDE_GROUPS, 0)
+        hi, lo = _ends(group_max, lse_hi, lse_lo, low, reference, groups, num_groups)
+        middle = _middle(hi, lo)
+        takes = tl.maximum((middle - tl.exp(lo)) * per_lo, (tl.exp(hi) - middle) * per_hi)
+        takes = tl.where(hi < float("inf"), takes, float("inf"))
+        widest = tl.maximum(widest, tl.where(takes < float("inf"), takes, 0.0))
+        tl.store(max_logit_lo + groups, takes, mask=groups < num_groups)
+    tl.debug_barrier()
+    failing = float_to_ordered(tl.max(widest))
+    passing = tl.maximum(failing - _OCTAVES * _OCTAVE, 0)
+    while failing - passing > _OCTAVE // 8:
+        bound = passing + (failing - passing) // 2
+        taken = tl.zeros([BLOCK_S], tl.float32)
+        for first in tl.range(0, num_groups, BLOCK_S):
+            groups = first + tl.arange(0, BLOCK_S)
+            takes = tl.load(max_logit_lo + groups, mask=groups < num_groups, other=0.0)
+            taken += tl.where(takes > ordered_to_float(bound), 0.0, takes)
+        fits = tl.sum(taken) <= 1.0
+        passing = tl.where(fits, bound, passing)
+        failing = tl.where(fits, failing, bound)
+    bound = ordered_to_float(passing)
+    num_chosen = tl.zeros([BLOCK_S], tl.int32)
     for first in tl.range(0, num_groups, BLOCK_S):
         groups = first + tl.arange(0, BLOCK_S)
-        width = _width(group_max, lse_hi, lse_lo, low, reference, groups, num_groups)
-        chosen = tl.where((width > bound) & (width > 0.0), float("inf"), float("-inf"))
-        tl.store(max_logit_lo + groups, chosen, mask=groups < num_groups)
-
-
-@triton.jit
-def _width(group_max, lse_hi, lse_lo, low, reference, groups, num_groups):
-    """The difference between the most and the least mass of groups, infinite where one of them is; -inf for groups with
-    a rescored logit above ``low``."""
-    other, most, least = _masses(group_max, lse_hi, lse_lo, low, reference, groups, num_groups)
-    width = most - least
-    return tl.where(other, tl.where(width >= 0.0, width, float("inf")), float("-inf"))
+        num_chosen += (tl.load(max_logit_lo + groups, mask=groups < num_groups, other=0.0) > bound).to(tl.int32)
+    few = tl.sum(num_chosen) <= WIDE_GROUPS
+    for first in tl.range(0, num_groups, BLOCK_S):
+        groups = first + tl.arange(0, BLOCK_S)
+        takes = tl.load(max_logit_lo + groups, mask=groups < num_groups, other=0.0)
+        marks = tl.where((takes > bound) & few, float("inf"), float("-inf"))
+        tl.store(max_logit_lo + groups, marks, mask=groups < num_groups)
+    return few
 
 
 @triton.jit(do_not_specialize=["num_groups", "vocab_size", "again"], do_not_specialize_on_alignment=[*ROW_POINTERS])
@@ -647,7 +697,7 @@ def draw_rescored_kernel(
         status = tl.load(buffer.status + row)
     if ~greedy & rows_truncated(truncation, row, True, vocab_size) & ((again == 0) | (status == _WIDE)):
         groups = row.to(tl.int64) * num_groups
-        token, score, status, low, reference = _draw_row(
+        token, score, status, low, reference, room_lo, room_hi = _draw_row(
             buffer.logits + groups * rng.GROUP_SIZE,
             buffer.group_max + groups,
             screen.lse_hi + groups,
@@ -671,17 +721,20 @@ def draw_rescored_kernel(
         if again == 0:
             max_logit_lo = screen.max_logit_lo + groups
             if status == _WIDE:
-                _choose_wide_groups(
+                few = _choose_wide_groups(
                     max_logit_lo,
                     buffer.group_max + groups,
                     screen.lse_hi + groups,
                     screen.lse_lo + groups,
                     low,
                     reference,
+                    room_lo,
+                    room_hi,
                     num_groups,
                     BLOCK_S,
                     WIDE_GROUPS,
                 )
+                status = tl.where(few, _WIDE, _LEFT)
             else:
                 for first in tl.range(0, num_groups, BLOCK_S):
                     others = first + tl.arange(0, BLOCK_S)

@@ -246,7 +246,8 @@ def first_allowed(
     CANDIDATES: tl.constexpr,
 ):
     """The best token of the listed groups that the limits allow, with a logit above ``low``: its id, logit and score;
-    id 0 and -inf where there is none. Then the number and the weight of the larger logits.
+    id 0 and -inf where there is none. Then the number and the weight of the larger logits, and the least such weight of
+    a better token that top-p alone forbids, +inf without one.
 
     Best scores first: a token that is not allowed rules out every smaller logit, so few are looked at.
     """
@@ -255,6 +256,7 @@ def first_allowed(
     score = tl.full([], float("-inf"), tl.float32)
     count = tl.full([], 0.0, tl.float32)
     mass = tl.full([], 0.0, tl.float32)
+    forbidden = tl.full([], float("inf"), tl.float32)
     searching = num_listed >= 0
     while searching:
         token, logit, score = best_of_listed(
@@ -262,7 +264,8 @@ def first_allowed(
         )
         count, mass = count_and_mass(logits, weights, logit)
         searching = (score > float("-inf")) & ~is_allowed(count, mass, k, p)
-    return token, logit, score, count, mass
+        forbidden = tl.where(searching & (count < k), mass, forbidden)
+    return token, logit, score, count, mass, forbidden
 
 
 @triton.jit
@@ -294,7 +297,7 @@ def draw_small_top_k(
         # With min-p, top-p is of what top-k has left.
         p = top_p * mass_of_largest(logits, weights, bound, largest, top_k, SHIFT)
     lowest = min_p_limit(largest, inv_temperature, min_p)
-    token, logit, score, _, _ = first_allowed(
+    token, logit, score, _, _, _ = first_allowed(
         row_logits,
         list_ptr,
         num_listed,
