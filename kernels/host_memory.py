@@ -47,9 +47,9 @@ def copy_words_kernel(
         words = first + tl.arange(0, BLOCK)
         tl.store(target_ptr + words, tl.load(source_ptr + words, mask=words < num_words), mask=words < num_words)
     if TELLS:
-        number = after_writes(tl.load(target_ptr + num_words + 1))
-        tl.debug_barrier()  # all threads have got there
-        tl.store(target_ptr + num_words, number)
+        number = tl.load(target_ptr + num_words + 1)
+        tl.debug_barrier()  # all threads have written
+        tl.store(target_ptr + num_words, after_writes(number))
 
 
 def copy_words(source: torch.Tensor, target: torch.Tensor, *, tells: bool = False) -> None:

@@ -98,7 +98,7 @@ def prefetch(pointers, mask):
 
 @triton.jit
 def after_writes(x):
-    """``x``, an int32, once the host and other GPUs can see what this thread has written."""
+    """``x``, an int32, once the host and other GPUs can see what this thread has written, or has seen."""
     if not _INTERPRETED:
         x = tl.inline_asm_elementwise(
             "fence.acq_rel.sys; mov.b32 $0, $1;", "=r,r", [x], dtype=tl.int32, is_pure=False, pack=1

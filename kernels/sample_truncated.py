@@ -260,7 +260,7 @@ def sample_truncated_kernel(
         top_k = tl.load(truncation.top_k + row)
         top_p = tl.load(truncation.top_p + row)
         min_p = tl.load(truncation.min_p + row)
-        # Twice as many groups as top-k needs, for ties and for several groups of one block.
+        # Twice as many groups as top-k needs, for ties and for several groups of one set.
         if (top_k >= 1) & (top_k <= CANDIDATES // 2) & (top_k < vocab_size):
             if split == 0:
                 largest, total = mass_of_splits(splits, row, num_rows, num_splits, inv_temperature, BLOCK_P)

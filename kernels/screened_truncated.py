@@ -47,6 +47,7 @@ from .truncation_math import (
     count_and_mass,
     first_allowed,
     is_allowed,
+    key_below,
     key_shift,
     largest_with_key,
     list_groups_above,
@@ -89,7 +90,7 @@ def _groups_to_find(top_k, vocab_size, CANDIDATES: tl.constexpr):
     """The number of largest groups to look for, and a flag, true if they are enough for the top-k. Where the top-k is
     not small, the number leaves room for ties."""
     small = (top_k >= 1) & (top_k < vocab_size) & (top_k <= CANDIDATES // 2)
-    return tl.where(small, top_k, CANDIDATES // 2), small
+    return tl.where(small, top_k, CANDIDATES * 5 // 8), small
 
 
 @triton.jit(do_not_specialize=["num_groups", "vocab_size"], do_not_specialize_on_alignment=[*ROW_POINTERS])
@@ -548,11 +549,8 @@ def _draw_row(
     """Token, its score, and the row's status: ``_WIDE`` where all is known but the mass of the groups that were not
     read. Then, of such a row: the number that no unread logit is above, the logit that masses are relative to, and how
     far below and above its estimate the mass has to be for another token."""
-    # The largest number of the buffer below ``screened``: no logit that was not read is above it.
-    ordered = float_to_ordered(screened).to(tl.int64)
-    below = tl.where(ordered >= 0, ordered - 1, ordered - (1 << SHIFT)) >> SHIFT
-    # Below -inf there is no number; then every group was read.
-    unread = tl.where(screened == float("-inf"), screened, largest_with_key(below, SHIFT))
+    # No logit that was not read is above this number. Below -inf there is none; then every group was read.
+    unread = tl.where(screened == float("-inf"), screened, largest_with_key(key_below(screened, SHIFT), SHIFT))
     maxima = set_maxima(group_max, num_groups, BLOCK_S)
     largest = tl.max(maxima)
     wanted, complete = _groups_to_find(top_k, vocab_size, CANDIDATES)

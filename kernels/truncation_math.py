@@ -102,6 +102,13 @@ def largest_with_key(key, SHIFT: tl.constexpr):
 
 
 @triton.jit
+def key_below(x, SHIFT: tl.constexpr):
+    """The key of the largest number below ``x``, which is not -inf. Below a zero of either sign is neither of them."""
+    ordered = tl.where(x == 0.0, -1, float_to_ordered(x)).to(tl.int64)
+    return tl.where(ordered >= 0, ordered - 1, ordered - (1 << SHIFT)) >> SHIFT
+
+
+@triton.jit
 def bound_of_top_k(maxima, largest, k, SHIFT: tl.constexpr):
     """A number that ``k`` or a few more of the maxima are above, or all of them.
 
@@ -111,8 +118,8 @@ def bound_of_top_k(maxima, largest, k, SHIFT: tl.constexpr):
     num_above = tl.sum(exists.to(tl.int32))
     smallest = tl.min(tl.where(exists, maxima, float("inf")))
     # With fewer maxima than k, smaller logits beside them are wanted too, however small.
-    failing = (float_to_ordered(tl.where(num_above < k, float("-inf"), smallest)) >> SHIFT).to(tl.int64)
-    failing = tl.where(num_above < k, failing, failing - 1)
+    start = tl.where(num_above < k, float("-inf"), smallest)
+    failing = tl.where(num_above < k, (float_to_ordered(start) >> SHIFT).to(tl.int64), key_below(start, SHIFT))
     passing = (float_to_ordered(largest) >> SHIFT).to(tl.int64)
     while (passing - failing > 1) & (num_above > k + k // 16):
         middle = (passing + failing) >> 1

@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import itertools
 import struct
+import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -22,6 +23,7 @@ from ..logprobs import Logprobs, WantedLogprobs
 # The values of a row: a part of ``PackedLogprobs``, the row there, and how many of its values, from the first on.
 Place = tuple[int, int, int]
 _LEAST_IDS = 8  # places for given ids, of which there are powers of two
+_PATIENCE, _PAUSE = 10.0, 1e-5  # seconds
 # Lists of LogitsProcessorOutput with an entry per row, in the order of ``PackedLogprobs.parts``.
 _LISTS = ("next_token_top_logprobs_idx", "next_token_top_logprobs_val", "next_token_token_ids_logprobs_val")
 
@@ -187,9 +189,11 @@ class HostBlock:
     def __init__(self, num_bytes: int, device: torch.device) -> None:
         self._device, self._num_words = device, num_bytes // 4
         self._words = memory_for_graphs(self, self._num_words + 2, torch.int32, device)
-        self._numbers = memoryview(self._words.numpy().data)[self._num_words :]  # of the last replay that has arrived
-        self.data = memoryview(self._words.numpy().data).cast("B")
+        memory = memoryview(self._words.numpy().data)
+        self._numbers = memory[self._num_words :]  # of the last replay whose values have arrived, and of the last one
+        self.data = memory.cast("B")
         self.reader: HostCopy | None = None  # of the values of the last replay, until it has read them
+        copy_words(self._words[:-2], self._words, tells=True)  # loads the kernel, which a capture must not
 
     def fill(self, read: PackedLogprobs) -> PackedLogprobs:
         """The launch of the graph that copies the values; the same values with this block."""
@@ -200,12 +204,17 @@ class HostBlock:
         """Before each replay: what has not been read yet is read now."""
         if self.reader is not None:
             _ = self.reader.rows
+        self.wait()
         self._numbers[1] = (self._numbers[1] + 1) % (1 << 31)
 
     def wait(self) -> None:
-        """Until the values of the last replay have arrived, which SGLang has mostly waited for already."""
-        if self._numbers[0] != self._numbers[1] and self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        """Until the values of the last replay have arrived, for which SGLang has mostly waited already."""
+        deadline = time.monotonic() + _PATIENCE
+        while self._numbers[0] != self._numbers[1]:
+            if time.monotonic() > deadline:
+                torch.cuda.synchronize(self._device)  # raises the error of a device that has failed
+                raise RuntimeError(f"the logprobs of a step have not arrived in {_PATIENCE:.0f} s")
+            time.sleep(_PAUSE)
 
 
 class HostCopy:

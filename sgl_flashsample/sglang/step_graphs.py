@@ -100,6 +100,7 @@ class EditPlaces:
         self._words = memory_for_graphs(self, 4, torch.int64, device)
         self._values = memoryview(self._words.numpy().data)
         self.places = torch.zeros(4, dtype=torch.int64, device=device)
+        self.load()  # loads the kernel, which a capture must not
 
     def set(self, addresses: Sequence[int]) -> None:
         """addresses: of ``PlacedEdits``."""

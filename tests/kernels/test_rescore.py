@@ -20,6 +20,7 @@ from kernel_cases import (
     make_case,
     make_params,
     rounding_case,
+    spelled_out,
     take,
 )
 
@@ -478,6 +479,19 @@ def test_a_row_that_needs_the_mass_of_more_groups_than_may_be_read_is_left(devic
     wide = status == -2
     _, status = drawn_from(made, dataclasses.replace(TRUNCATION, wide_groups=1))
     assert (status[wide] == -1).all() and (made.rows_of_groups("max_logit_lo")[:-1] == -INF).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_a_threshold_of_zero_is_reached_by_a_logit_of_zero(device, dtype):
+    """No number that is smaller lies between 0.0 and -0.0."""
+    values = [{5: 1.0, 100: 0.5, 300: 0.25, 500: 0.0}.get(i, -9.0) for i in range(1024)]
+    case = spelled_out(values, 32, device).with_params(
+        temperature=torch.full((32,), 50.0, device=device), truncation=limits(32, device, top_k=4)
+    )
+    output, status = drawn_from(rescored(case, torch.zeros(32, device=device), 1e-6, dtype))
+    want = expected(case)
+    assert (status == 1).all() and (output.token_ids == 500).any()
+    assert torch.equal(output.token_ids[~want.near_tie], want.token[~want.near_tie])
 
 
 def test_small_limits_of_every_kind_are_drawn_as_the_reference_does(stage):

@@ -165,7 +165,7 @@ def test_a_small_top_k_with_more_ties_than_there_is_room_to_list_is_searched(dev
 
 
 @on_every_path
-def test_ties_in_more_blocks_of_groups_than_there_is_room_to_list_are_all_drawn(device, path):
+def test_ties_in_more_sets_of_groups_than_there_is_room_to_list_are_all_drawn(device, path):
     num_rows = 64 if CUDA else 10
     case, tied = ties_apart(num_rows, device)
     case = case.with_params(truncation=limits(num_rows, device, top_k=20))
@@ -173,6 +173,26 @@ def test_ties_in_more_blocks_of_groups_than_there_is_room_to_list_are_all_drawn(
     assert torch.isin(drawn.token_ids, tied).all()
     assert (drawn.token_ids > tied[128]).any(), "of 200 blocks, 71 are beyond the list"
     assert (drawn.status > 1).all(), "the search answers"
+    assert_equal_to_reference(case, drawn, 0.01)
+
+
+ZEROS = {
+    "nothing but zeros": ([0.0] * 2048, 3),
+    "a zero is the last of the largest": ([{5: 1.0, 19: 0.5, 39: 0.25, 57: 0.0}.get(i, -9.0) for i in range(512)], 4),
+    "a zero is the largest": ([{700: 0.0}.get(i, -9.0) for i in range(1024)], 1),
+}
+
+
+@on_every_path
+@pytest.mark.parametrize("name", ZEROS)
+def test_a_logit_of_zero_is_a_number_like_any_other(device, path, name):
+    """Beside it is -0.0, which is not smaller."""
+    values, top_k = ZEROS[name]
+    case = spelled_out(values, 24, device).with_params(
+        temperature=torch.full((24,), 50.0, device=device), truncation=limits(24, device, top_k=top_k)
+    )
+    drawn = draw(path, case)
+    assert path == "screened" or len(values) == 2048 or (drawn.status == 1).all()
     assert_equal_to_reference(case, drawn, 0.01)
 
 
