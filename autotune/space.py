@@ -77,7 +77,8 @@ SCREENED_AXES: dict[str, Axis] = {
         *((128, 256, 8, 1), (64, 256, 8, 1), (64, 512, 4, 1), (256, 128, 8, 1), (64, 256, 4, 1)),
     ),
     "rescore": _tiles(
-        "rescore_v rescore_d rescore_warps", (64, 256, 4), (64, 128, 4), (64, 64, 8), (64, 128, 8), (32, 256, 4)
+        "rescore_v rescore_d rescore_warps",
+        *((64, 256, 4), (64, 128, 4), (64, 64, 8), (64, 128, 8), (32, 256, 4), (16, 512, 4), (64, 256, 8)),
     ),
     "ids": {
         "pipeline": {"prefetch": False},
