@@ -219,9 +219,10 @@ def spelled_out(
 
 
 def ties_apart(num_rows: int, device: torch.device) -> tuple[Case, torch.Tensor]:
-    """A batch whose largest logits are 200 equal ones, each in another block of groups; and their ids."""
+    """A batch whose largest logits are 200 equal ones, each in another block of 8 groups, and in another of the sets of
+    groups that lie 256 apart; and their ids."""
     values = torch.zeros(200 * 128)
-    tied = torch.arange(200) * 128 + 5
+    tied = torch.arange(200) * 128 + torch.arange(200) // 32 * 16 + 5
     values[tied] = 4.0
     return spelled_out(values.tolist(), num_rows, device), tied.to(device)
 
