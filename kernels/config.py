@@ -226,8 +226,6 @@ class TruncationConfig:
 
     splits: programs that share a row, ``MAX_DRAW_SPLITS`` or fewer. num_warps: per program of the pass. block: logits
     per step of it. candidate_groups: groups that a row with a small top-k, at most half as large, is drawn from.
-    wide_groups: on the screened path, the most groups that are read for their mass, where bounds of it do not decide a
-    top-p; a row that needs more reads the whole head.
     search_splits, search_warps: programs per row of the search, and their warps. window, gather: blocks of 128 ids
     whose tokens the search puts in order, and whose logits it counts, at a time. A row's sums
     are cut by splits and block, so one head keeps both the same for all batch sizes.
@@ -237,7 +235,6 @@ class TruncationConfig:
     num_warps: int = 8
     block: int = 4096
     candidate_groups: int = 128
-    wide_groups: int = 2048
     search_splits: int = 8
     search_warps: int = 32
     window: int = 8

@@ -13,11 +13,13 @@ compares the groups that it has not read yet with the new value. Other programs 
 threads of a program take the value that one atomic operation returned: threads that read different values could
 disagree on a branch with a barrier in it.
 
-Truncated rows have the logits of their groups put into a buffer instead (``screened_truncated.py``).
+A truncated row takes part with the token that it would have without a truncation, or leaves its groups to others: see
+``screened_truncated.py``. In either case the logits that are read go to a buffer.
 """
 
 from __future__ import annotations
 
+import enum
 from typing import Any
 
 import torch
@@ -32,21 +34,21 @@ from .epilogue import (
     edit_logits,
     find_edits,
     invert_temperature,
-    rows_truncated,
     score_groups,
     transform_logits,
 )
-from .intrinsics import float_to_ordered, ordered_to_float, prefetch
+from .intrinsics import LN_2, LOG2_E, float_to_ordered, log2, ordered_to_float, prefetch
 from .launch import launch, resident_programs, supports_early_launch
 from .params import ROW_POINTERS, TRITON_DTYPES, BatchParams, LMHead, SampleOutput
 from .reduce_splits import pick_in_groups
 from .screen import NO_BEST
-from .workspace import LogitsBuffer, ScreenCounter, ScreenWorkspace
+from .workspace import LogitsBuffer, RowStatus, ScreenCounter, ScreenWorkspace
 
 # A block of rows with more candidate groups than this share of the head is counted in MANY_CANDIDATES: the fused pass
 # may be faster for it.
 MANY_CANDIDATES = tl.constexpr(1.0 / 16.0)
 
+_PLAIN, _WIDE, _OPEN = (tl.constexpr(int(one)) for one in (RowStatus.PLAIN, RowStatus.WIDE, RowStatus.OPEN))
 _LINE_BYTES = tl.constexpr(128)
 _LINES = tl.constexpr(8)  # lines that are asked for at a time
 _LOWEST = tl.constexpr(-(2**31))
@@ -57,6 +59,18 @@ _COUNT_GROUPS = tl.constexpr(int(ScreenCounter.GROUPS))
 _COUNT_CANDIDATES = tl.constexpr(int(ScreenCounter.CANDIDATES))
 _COUNT_CERTIFIED_ROWS = tl.constexpr(int(ScreenCounter.CERTIFIED_ROWS))
 _COUNT_MANY_CANDIDATES = tl.constexpr(int(ScreenCounter.MANY_CANDIDATES))
+
+
+class RescorePass(enum.IntEnum):
+    """Which groups are read from the head, and for which rows."""
+
+    FIRST = 0  # those with the best scores; of open rows, those that surely have an allowed token, by max_logit_lo
+    POSSIBLE = 1  # of open rows: all that could have one, by logit_hi
+    WIDE = 2  # of wide rows: those that max_logit_lo marks
+    ALL = 3  # of rows without an answer
+
+
+_FIRST, _POSSIBLE, _OF_WIDE = (tl.constexpr(int(one)) for one in list(RescorePass)[:3])
 
 
 @triton.jit
@@ -71,18 +85,42 @@ def flag_groups(score_hi_ptr, threshold, offs_c, mask_c, offs_b, mask_b, group_s
     return ((score_hi >= ordered_to_float(threshold)[None, :]) & (score_hi > float("-inf"))).to(tl.int32)
 
 
-@triton.jit(
-    do_not_specialize=["num_rows", "num_groups", "vocab_size"],
-    do_not_specialize_on_alignment=[*ROW_POINTERS],
-)
+@triton.jit
+def flag_possible(screen, buffer, bound, offs_c, mask_c, offs_b, mask_b, num_groups):
+    """As ``flag_groups``: 1 where the group could have an allowed token of the row and has not been read."""
+    flags = flag_groups(screen.logit_hi, bound, offs_c, mask_c, offs_b, mask_b, 1, num_groups)
+    largest = tl.load(
+        buffer.group_max + offs_c[:, None] + offs_b[None, :] * num_groups, mask=flags > 0, other=float("-inf")
+    )
+    return tl.where(largest > float("-inf"), 0, flags)
+
+
+@triton.jit
+def flag_of_pass(screen, buffer, threshold, offs_c, mask_c, offs_b, mask_b, num_rows, num_groups, PASS: tl.constexpr):
+    """As ``flag_groups``, of one pass: 1 where the row needs the group. buffer: None without a truncation."""
+    if buffer is None:
+        flags = flag_groups(screen.score_hi, threshold, offs_c, mask_c, offs_b, mask_b, num_rows, 1)
+    else:
+        status = tl.load(buffer.status + offs_b, mask=mask_b, other=_PLAIN)
+        bound = tl.load(screen.bound + offs_b, mask=mask_b, other=0)
+        rows = mask_b & (status == (_WIDE if PASS == _OF_WIDE else _OPEN))
+        if PASS == _POSSIBLE:
+            flags = flag_possible(screen, buffer, bound, offs_c, mask_c, offs_b, rows, num_groups)
+        else:
+            flags = flag_groups(screen.max_logit_lo, bound, offs_c, mask_c, offs_b, rows, 1, num_groups)
+        if PASS == _FIRST:
+            flags |= flag_groups(screen.score_hi, threshold, offs_c, mask_c, offs_b, mask_b & ~rows, num_rows, 1)
+    return flags
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_groups"])
 def list_groups_kernel(
-    screen,  # ScreenOperands; out: group_list, group_place, num_flagged, candidates
-    temperature_ptr,  # [B] f32
-    truncation,  # TruncationOperands: list the groups that surely reach a truncated row's threshold; or None
+    screen,  # ScreenOperands; out: group_list, group_place, num_flagged; in the first pass candidates
+    buffer,  # BufferOperands, with status, or None
     num_rows,
     num_groups,
-    vocab_size,
     # constexpr
+    PASS: tl.constexpr,
     BLOCK_B: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK_C: tl.constexpr,
@@ -99,12 +137,7 @@ def list_groups_kernel(
     offs_c = chunk * CHUNK + tl.arange(0, BLOCK_C)
     mask_c = offs_c < tl.minimum((chunk + 1) * CHUNK, num_groups)
     threshold = tl.load(screen.threshold + offs_b, mask=mask_b, other=0)
-    if truncation is not None:
-        sampled = ~(tl.load(temperature_ptr + offs_b, mask=mask_b, other=0.0) <= 0.0)
-        truncated = mask_b & sampled & rows_truncated(truncation, offs_b, mask_b, vocab_size)
-        possible = flag_groups(screen.max_logit_lo, threshold, offs_c, mask_c, offs_b, truncated, 1, num_groups)
-    else:
-        possible = flag_groups(screen.score_hi, threshold, offs_c, mask_c, offs_b, mask_b, num_rows, 1)
+    possible = flag_of_pass(screen, buffer, threshold, offs_c, mask_c, offs_b, mask_b, num_rows, num_groups, PASS)
     flagged = tl.max(possible, axis=1)
     num_flagged = tl.sum(flagged)
     if num_flagged > 0:
@@ -112,42 +145,35 @@ def list_groups_kernel(
         place = first + tl.cumsum(flagged, axis=0) - 1
         tl.store(screen.group_list + row_block * num_groups + place, offs_c, mask=flagged > 0)
         tl.store(screen.group_place + row_block * num_groups + offs_c, place, mask=flagged > 0)
-        candidates = tl.sum(possible, axis=0)
-        tl.atomic_add(screen.candidates + offs_b, candidates, mask=mask_b & (candidates > 0), sem="relaxed")
+        if PASS == _FIRST:
+            candidates = tl.sum(possible, axis=0)
+            tl.atomic_add(screen.candidates + offs_b, candidates, mask=mask_b & (candidates > 0), sem="relaxed")
 
 
 def list_groups(
     num_rows: int,
-    vocab_size: int,
-    params: BatchParams,
     workspace: ScreenWorkspace,
     config: ScreenConfig,
-    *,
-    certain: bool = False,
+    buffer: LogitsBuffer | None = None,  # of a truncated batch
+    which: RescorePass = RescorePass.FIRST,  # not ALL
 ) -> None:
-    """Put the groups that could still win into one list per block of rows, so that programs share them evenly, however
-    they lie in the vocabulary. Entries come in any order: the best of the rescored groups does not depend on it.
-
-    certain: instead, the groups of truncated rows whose largest logit surely reaches the threshold.
-    """
-    device = params.temperature.device
+    """Put the groups of a pass into one list per block of rows, so that programs share them evenly, however they lie in
+    the vocabulary. Entries come in any order: the best of the rescored groups does not depend on it."""
+    device = workspace.limbs.device
     early = config.early and supports_early_launch(device)
-    truncation = params.truncation if certain else None
     tile = config.rescore_tile
     launch(
         list_groups_kernel,
         cdiv(workspace.num_groups, tile.chunk) * cdiv(num_rows, tile.block_b),
         (
             workspace.operands,
-            params.temperature,
-            None if truncation is None else truncation.operands,
+            None if buffer is None else buffer.operands,
             num_rows,
             workspace.num_groups,
-            vocab_size,
         ),
-        {"BLOCK_B": tile.block_b, "CHUNK": tile.chunk, "BLOCK_C": tile.block_c, "EARLY": early},
+        {"PASS": int(which), "BLOCK_B": tile.block_b, "CHUNK": tile.chunk, "BLOCK_C": tile.block_c, "EARLY": early},
         config.rescore_warps,
-        (device.index, truncation is None),
+        (device.index, None if buffer is None else buffer.dtype),
         early=early,
     )
 
@@ -205,6 +231,20 @@ def store_groups(buffer, logits, group, live, rows, offs_b, num_groups):
     tl.store(buffer.logits + logits_out, logits, mask=tl.broadcast_to(mask[:, None, :], logits.shape))
     tl.store(buffer.group_max + out, tl.max(logits, axis=1), mask=mask)
     return out, mask
+
+
+@triton.jit
+def store_exact(screen, logits, out, mask, inv_temperature):
+    """Put what is known of groups, of whose logits ``[SLOTS, GROUP_SIZE, BLOCK_B]`` the screen had ends, into their
+    place. out, mask: of ``store_groups``."""
+    largest = tl.max(logits, axis=1)
+    tl.store(screen.max_logit_lo + out, largest, mask=mask)
+    tl.store(screen.logit_hi + out, largest, mask=mask)
+    shift = tl.where(largest == float("-inf"), 0.0, largest)
+    weights = tl.exp2((logits - shift[:, None, :]) * (inv_temperature * LOG2_E)[None, None, :])
+    log_mass = shift * inv_temperature[None, :] + log2(tl.sum(weights, axis=1)) * LN_2
+    tl.store(screen.lse_hi + out, log_mass, mask=mask)
+    tl.store(screen.lse_lo + out, log_mass, mask=mask)
 
 
 @triton.jit
@@ -273,9 +313,8 @@ def rescore_groups_kernel(
     temperature_ptr,  # [B] f32
     seed_ptr,  # [B] i64
     position_ptr,  # [B] i64
-    truncation,  # TruncationOperands, or None
     edits,  # EditOperands, MaskOperands, or None
-    buffer,  # BufferOperands, out: groups of truncated rows; None where there is no truncation
+    buffer,  # BufferOperands, with status, out: groups of truncated rows; None where there is no truncation
     output,  # SampleOutput, out
     num_rows,
     vocab_size,
@@ -298,7 +337,7 @@ def rescore_groups_kernel(
     BLOCK_B: tl.constexpr = TILE.block_b
     BLOCK_V: tl.constexpr = TILE.block_v
     SLOTS: tl.constexpr = BLOCK_V // rng.GROUP_SIZE
-    TRUNCATE: tl.constexpr = truncation is not None
+    TRUNCATE: tl.constexpr = buffer is not None
     num_row_blocks = tl.cdiv(num_rows, BLOCK_B)
     program = tl.program_id(0) // num_row_blocks
     row_block = tl.program_id(0) % num_row_blocks
@@ -320,7 +359,7 @@ def rescore_groups_kernel(
         # Not from the L1 cache: other programs raise it. An older value would only flag more. Each pair of a group
         # and a row belongs to one thread here (MAX_RESCORE_WARPS); a group's flag is a maximum over threads.
         threshold = tl.load(screen.threshold + offs_b, mask=mask_b, other=0, cache_modifier=".cg")
-        possible = flag_groups(screen.score_hi, threshold, offs_c, mask_c, offs_b, mask_b, num_rows, 1)
+        possible = flag_of_pass(screen, buffer, threshold, offs_c, mask_c, offs_b, mask_b, num_rows, num_groups, _FIRST)
         flagged = tl.max(possible, axis=1)
         num_own = tl.sum(flagged)
         list_ptr += program * TILE.chunk
@@ -334,8 +373,11 @@ def rescore_groups_kernel(
     if num_own > 0:
         temperature = tl.load(temperature_ptr + offs_b, mask=mask_b, other=1.0)
         greedy, inv_temperature = invert_temperature(temperature)
+        prunes = num_own > 0
         if TRUNCATE:
-            truncated = mask_b & ~greedy & rows_truncated(truncation, offs_b, mask_b, vocab_size)
+            status = tl.load(buffer.status + offs_b, mask=mask_b, other=_PLAIN)
+            truncated, open_rows = status < 0, status == _OPEN
+            prunes = tl.max(open_rows.to(tl.int32)) == 0  # by scores, which say nothing of open rows
         offs_s = tl.arange(0, SLOTS)
         offs_i = tl.arange(0, rng.GROUP_SIZE)
         block_offs = offs_b[None, :] + tl.zeros([SLOTS, 1], tl.int32)
@@ -351,7 +393,7 @@ def rescore_groups_kernel(
         for step in tl.range(0, num_own, SLOTS):
             live = step + offs_s < num_own
             group = tl.load(list_ptr + (step + offs_s) * list_stride, mask=live, other=0)
-            if step > 0:
+            if (step > 0) & prunes:
                 raised = tl.atomic_max(screen.threshold + offs_b, _LOWEST, mask=mask_b, sem="relaxed")
                 still_possible = flag_groups(screen.score_hi, raised, group, live, offs_b, mask_b, num_rows, 1)
                 live &= tl.max(still_possible, axis=1) > 0
@@ -381,11 +423,12 @@ def rescore_groups_kernel(
                 )
                 logits = tl.reshape(logits, [SLOTS, rng.GROUP_SIZE, BLOCK_B])
                 if TRUNCATE:
-                    store_groups(buffer, logits, group, live, truncated, offs_b, num_groups)
+                    out, mask = store_groups(buffer, logits, group, live, truncated, offs_b, num_groups)
+                    store_exact(screen, logits, out, mask, inv_temperature)
                 group += vocab_start // rng.GROUP_SIZE
                 score, _, _ = score_groups(logits, live, inv_temperature, greedy, seed, position, group)
                 if TRUNCATE:
-                    score = tl.where(truncated[None, :], float("-inf"), score)
+                    score = tl.where(open_rows[None, :], float("-inf"), score)
                 better = (score > best_score) | ((score == best_score) & (group[:, None] < best_group))
                 best_score = tl.where(better, score, best_score)
                 best_group = tl.where(better, group[:, None], best_group)
@@ -469,7 +512,6 @@ def launch_reader(
             hidden,
             workspace.operands,
             *rows,
-            features.truncation,
             features.edits,
             *outputs,
             num_rows,
@@ -504,12 +546,12 @@ def rescore_groups(
     config: ScreenConfig,
     buffer: LogitsBuffer | None = None,
 ) -> SampleOutput:
-    """The tokens, from the groups that the screen has not ruled out. Truncated rows, which need ``buffer``, get the
-    logits of these groups there and no token."""
+    """The tokens that rows have without a truncation, from the groups that the screen has not ruled out. Logits of
+    truncated rows, which need ``buffer``, go there. Rows that are open get no token."""
     num_rows = hidden.shape[0]
     output = SampleOutput.empty(num_rows, hidden.device, False)
     if config.listed:
-        list_groups(num_rows, head.spec.vocab_size, params, workspace, config)
+        list_groups(num_rows, workspace, config, buffer)
     launch_reader(
         rescore_groups_kernel,
         num_reading_programs(num_rows, workspace, config, listed=config.listed),

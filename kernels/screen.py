@@ -19,10 +19,10 @@ of itself, their sum within 15 * 2**-24, a logarithm of at most 70 within 2**-22
 2**-24 (``score_groups``). Two values of S err twice as much; ``slack`` is twice that again, and more. A greedy row's
 score is its largest logit, to the bit: no slack.
 
-Which tokens of a truncated row are allowed depends on its largest logits, not on the noise. There, per group,
-``score_hi`` is the upper end of its largest logit, ``max_logit_lo`` the lower end, and ``lse_hi`` and ``lse_lo`` are
-the ends of its log-mass at the row's temperature; ``screened_truncated.py`` makes a threshold of them. In a small batch
-``id_hi`` is the upper end of each logit, rounded up to a float16.
+Which tokens of a truncated row are allowed depends on its largest logits, not on the noise. So there are, per group of
+such a row, the ends of its largest logit, ``logit_hi`` and ``max_logit_lo``, and those of its log-mass at the row's
+temperature, ``lse_hi`` and ``lse_lo``. In a small batch ``id_hi`` is the upper end of each logit, rounded up to a
+float16.
 """
 
 from __future__ import annotations
@@ -281,11 +281,11 @@ def screen_head_kernel(
         score_hi = tl.where(score_hi < _MOST, score_hi, float("inf"))
         score_lo = tl.where(score_lo < _MOST, score_lo, float("-inf"))
         if TRUNCATE:
-            score_hi = tl.where(truncated[None, :], tl.where(max_hi < _MOST, max_hi, float("inf")), score_hi)
-            score_lo = tl.where(truncated[None, :], float("-inf"), score_lo)
+            max_hi = tl.where(max_hi < _MOST, max_hi, float("inf"))
             max_lo = tl.where(max_lo < _MOST, max_lo, float("-inf"))
             out = offs_b.to(tl.int64)[None, :] * tl.cdiv(vocab_size, rng.GROUP_SIZE) + groups[:, None]
             mask = in_vocab[:, None] & truncated[None, :]
+            tl.store(screen.logit_hi + out, max_hi, mask=mask)
             tl.store(screen.max_logit_lo + out, max_lo, mask=mask)
             tl.store(screen.lse_hi + out, lse_hi, mask=mask)
             tl.store(screen.lse_lo + out, lse_lo, mask=mask)

@@ -11,18 +11,19 @@ With an error bound b (``int8_head.py``) at temperature t, at most e^(2 b / t) g
 over the noise, whatever the vocabulary and the distribution. Where these are many the answer is late, never wrong; the
 counters of ``ScreenWorkspace`` say how often.
 
-A truncated batch takes some more, and the last four end at once where every row is answered:
+A truncated batch takes some more. Those after certify_truncated end at once where every row is answered:
 
-    bound_truncated   the threshold: a logit below it does not matter to a row's top-k (after screen_head)
-    read_groups       logits of the groups that surely reach it
-    bound_truncated   a higher threshold, from these logits
-    list_ids          single ids that could still reach it, in a batch of MAX_ID_ROWS rows or fewer
-    read_ids          logits of these ids: only the groups of those that do reach it are rescored
-    draw_rescored     the token (after rescore_groups), where the rescored groups are certain to decide it
-    read_groups       where they are not, for want of the mass of others: those whose mass is known least
-    draw_rescored     the tokens of these rows
-    read_groups       all logits of the rows that are left
-    search_truncated  their tokens
+    bound_truncated    a logit below it does not matter to a row's top-k; which rows race (after screen_head)
+    certify_truncated  the rows whose token the truncation surely allows are answered; a higher bound for the others,
+                       which are open (after rescore_groups)
+    list_ids           single ids of open rows that could reach it, in a batch of MAX_ID_ROWS rows or fewer
+    read_ids           logits of these ids: only the groups of those that do reach it are read
+    read_groups        these groups
+    draw_rescored      the token, where what was read is certain to decide it
+    read_groups        where it is not, for want of the mass of others: those whose mass is known least
+    draw_rescored      the tokens of these rows
+    read_groups        all logits of the rows that are left
+    search_truncated   their tokens
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ import torch
 from .config import DEFAULT_TRUNCATION, ScreenConfig, TruncationConfig
 from .int8_head import Int8Head
 from .params import BatchParams, LMHead, SampleOutput
-from .rescore import rescore_groups
+from .rescore import RescorePass, rescore_groups
 from .screen import quantize_hidden, screen_head
-from .screened_truncated import RescorePass, bound_truncated, draw_rescored, list_ids, read_groups, read_ids
+from .screened_truncated import bound_truncated, certify_truncated, draw_rescored, list_ids, read_groups, read_ids
 from .search_truncated import search_truncated
 from .workspace import MAX_ID_ROWS, ScreenWorkspace, Workspace
 
@@ -57,7 +58,7 @@ def screened_sample(
     int8_head: of ``head``, built from what its weight holds now. A truncation is fast where every such row has a top-k
     of ``truncation_config.max_small_top_k`` or less; others read the whole head besides. Edits have positive
     ``scaling``. head_workspace: where truncated rows leave logits, ``head_workspace.last_buffer``, of the groups that
-    were rescored.
+    were read.
 
     Raises ValueError for a tensor of another shape, dtype, layout or device, an ``int8_head`` of another head, a scale
     of logits that is not positive, and a truncation on a shard.
@@ -83,15 +84,15 @@ def screened_sample(
     buffer = head_workspace.logits_buffer(num_rows, spec, head.rounding, edited=params.makes_logits)
     size = spec.vocab_size
     bound_truncated(num_rows, size, params, workspace, buffer, config, truncation_config)
-    read_groups(hidden, head, params, workspace, config, buffer, RescorePass.CERTAIN_GROUPS)
-    bound_truncated(num_rows, size, params, workspace, buffer, config, truncation_config, rescored=True)
-    if num_rows <= MAX_ID_ROWS:
-        list_ids(num_rows, size, params, workspace, config)
-        read_ids(hidden, head, params, workspace, config)
     output = rescore_groups(hidden, head, params, workspace, config, buffer)
+    certify_truncated(output, size, params, workspace, buffer, config, truncation_config)
+    if num_rows <= MAX_ID_ROWS:
+        list_ids(num_rows, size, workspace, buffer, config)
+        read_ids(hidden, head, params, workspace, buffer, config)
+    read_groups(hidden, head, params, workspace, config, buffer, RescorePass.POSSIBLE)
     draw_rescored(output, size, params, workspace, buffer, config, truncation_config)
-    read_groups(hidden, head, params, workspace, config, buffer, RescorePass.CERTAIN_GROUPS)
+    read_groups(hidden, head, params, workspace, config, buffer, RescorePass.WIDE)
     draw_rescored(output, size, params, workspace, buffer, config, truncation_config, again=True)
-    read_groups(hidden, head, params, workspace, config, buffer, RescorePass.UNANSWERED_ROWS)
+    read_groups(hidden, head, params, workspace, config, buffer, RescorePass.ALL)
     search_truncated(buffer, params, spec, output, truncation_config)
     return output

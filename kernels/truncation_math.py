@@ -29,7 +29,6 @@ NO_TOKEN = tl.constexpr(2**31 - 1)
 BLOCK_GROUPS = tl.constexpr(GROUPS_PER_BLOCK)
 BLOCK_IDS = tl.constexpr(GROUPS_PER_BLOCK * rng.GROUP_SIZE)
 _BISECTIONS = tl.constexpr(24)  # bounds the search for a lower bound: a loose one costs passes, not exactness
-_GROUPS_AT_ONCE = tl.constexpr(32)  # the arithmetic of the noise is long: a loop over few keeps the code short
 
 
 @triton.jit
@@ -201,60 +200,38 @@ def listed_logits(row_logits, list_ptr, num_listed, CANDIDATES: tl.constexpr):
 
 
 @triton.jit
-def best_of_listed(
+def listed_scores(
     row_logits,
     list_ptr,
     num_listed,
     inv_temperature,
     seed,
     position,
-    floor,
-    lowest,
     CANDIDATES: tl.constexpr,
 ):
-    """The best token of the listed groups whose logit is above ``floor`` and at least ``lowest``: its id, logit and
-    score; id 0 and -inf where there is none."""
-    best_token = tl.full([], NO_TOKEN, tl.int32)
-    best_logit = tl.full([], float("-inf"), tl.float32)
-    best_score = tl.full([], float("-inf"), tl.float32)
-    num_listed = tl.minimum(num_listed, CANDIDATES)
-    for start in tl.range(0, num_listed, _GROUPS_AT_ONCE):
-        offs = start + tl.arange(0, _GROUPS_AT_ONCE)
-        group = tl.load(list_ptr + CANDIDATES + offs, mask=offs < num_listed, other=0)
-        ids = group[:, None] * rng.GROUP_SIZE + tl.arange(0, rng.GROUP_SIZE)[None, :]
-        logits = tl.load(row_logits + ids, mask=(offs < num_listed)[:, None], other=float("-inf")).to(tl.float32)
-        score, relative, _, _ = score_row_groups(logits, group, inv_temperature, seed, position)
-        scores = token_scores(logits, score, relative, ids, inv_temperature, seed, position)
-        scores = tl.where((logits > floor) & (logits >= lowest), scores, float("-inf"))
-        first = tl.max(scores)
-        if (first >= best_score) & (first > float("-inf")):
-            token = tl.min(tl.where(scores == first, ids, NO_TOKEN))
-            if (first > best_score) | (token < best_token):  # of equal scores the lowest id
-                best_score = first
-                best_token = token
-                best_logit = tl.max(tl.where(ids == token, logits, float("-inf")))
-    return tl.where(best_score == float("-inf"), 0, best_token), best_logit, best_score
+    """``[CANDIDATES * GROUP_SIZE]`` scores of the tokens of the listed groups, -inf beyond the last; and their ids."""
+    offs = tl.arange(0, CANDIDATES)
+    group = tl.load(list_ptr + CANDIDATES + offs, mask=offs < num_listed, other=0)
+    ids = group[:, None] * rng.GROUP_SIZE + tl.arange(0, rng.GROUP_SIZE)[None, :]
+    logits = tl.load(row_logits + ids, mask=(offs < num_listed)[:, None], other=float("-inf")).to(tl.float32)
+    score, relative, _, _ = score_row_groups(logits, group, inv_temperature, seed, position)
+    scores = token_scores(logits, score, relative, ids, inv_temperature, seed, position)
+    return tl.reshape(scores, [CANDIDATES * rng.GROUP_SIZE]), tl.reshape(ids, [CANDIDATES * rng.GROUP_SIZE])
 
 
 @triton.jit
 def first_allowed(
-    row_logits,
-    list_ptr,
-    num_listed,
     logits,  # of ``listed_logits``
     weights,  # of these
-    inv_temperature,
-    seed,
-    position,
+    scores,  # of ``listed_scores``, as the next
+    ids,
     low,
-    lowest,
     k,
     p,
-    CANDIDATES: tl.constexpr,
 ):
-    """The best token of the listed groups that the limits allow, with a logit above ``low``: its id, logit and score;
-    id 0 and -inf where there is none. Then the number and the weight of the larger logits, and the least such weight of
-    a better token that top-p alone forbids, +inf without one.
+    """The best token that the limits allow, with a logit above ``low``: its id, logit and score; id 0 and -inf where
+    there is none. Then the number and the weight of the larger logits, and the least such weight of a better token that
+    top-p alone forbids, +inf without one.
 
     Best scores first: a token that is not allowed rules out every smaller logit, so few are looked at.
     """
@@ -264,15 +241,16 @@ def first_allowed(
     count = tl.full([], 0.0, tl.float32)
     mass = tl.full([], 0.0, tl.float32)
     forbidden = tl.full([], float("inf"), tl.float32)
-    searching = num_listed >= 0
+    searching = low < float("inf")
     while searching:
-        token, logit, score = best_of_listed(
-            row_logits, list_ptr, num_listed, inv_temperature, seed, position, logit, lowest, CANDIDATES
-        )
+        larger = tl.where(logits > logit, scores, float("-inf"))
+        score = tl.max(larger)
+        token = tl.min(tl.where(larger == score, ids, NO_TOKEN))  # of equal scores the lowest id
+        logit = tl.max(tl.where(ids == token, logits, float("-inf")))
         count, mass = count_and_mass(logits, weights, logit)
         searching = (score > float("-inf")) & ~is_allowed(count, mass, k, p)
         forbidden = tl.where(searching & (count < k), mass, forbidden)
-    return token, logit, score, count, mass, forbidden
+    return tl.where(score == float("-inf"), 0, token), logit, score, count, mass, forbidden
 
 
 @triton.jit
@@ -303,22 +281,9 @@ def draw_small_top_k(
     if (min_p > 0.0) & (top_p < 1.0):
         # With min-p, top-p is of what top-k has left.
         p = top_p * mass_of_largest(logits, weights, bound, largest, top_k, SHIFT)
-    lowest = min_p_limit(largest, inv_temperature, min_p)
-    token, logit, score, _, _, _ = first_allowed(
-        row_logits,
-        list_ptr,
-        num_listed,
-        logits,
-        weights,
-        inv_temperature,
-        seed,
-        position,
-        bound,
-        lowest,
-        top_k,
-        p,
-        CANDIDATES,
-    )
+    scores, ids = listed_scores(row_logits, list_ptr, num_listed, inv_temperature, seed, position, CANDIDATES)
+    scores = tl.where(logits >= min_p_limit(largest, inv_temperature, min_p), scores, float("-inf"))
+    token, logit, score, _, _, _ = first_allowed(logits, weights, scores, ids, bound, top_k, p)
     return token, logit, score, num_listed <= CANDIDATES
 
 

@@ -62,6 +62,17 @@ class SplitOperands(NamedTuple):
     arrived: Any  # [B] i32: how many splits of a block of rows are done; zeros before and after each launch
 
 
+class RowStatus(enum.IntEnum):
+    """Where a row of a truncated batch stands. Negative: without an answer."""
+
+    ANSWERED = 1
+    PLAIN = 0  # not truncated
+    LEFT = -1  # to be searched for
+    WIDE = -2  # as the next two, of a screen: more of the row's mass has to be known
+    OPEN = -3  # the groups that could hold its token are to be read
+    RACING = -4  # its token may be the one that it has without a truncation
+
+
 class BufferOperands(NamedTuple):
     """The tensors of a ``LogitsBuffer``; ``width`` logits and G groups per row."""
 
@@ -73,7 +84,7 @@ class BufferOperands(NamedTuple):
     partial: Any  # [B, MAX_DRAW_SPLITS, PARTIALS] f32
     group_list: Any  # [B, ...] i32
     arrived: Any  # [B] i32, zeros before and after each launch
-    status: Any  # [B] i32: 0 not truncated, 1 answered in one pass, more with a search, negative still to be searched
+    status: Any  # [B] i32: a RowStatus, or more than ANSWERED after a search
     searched: Any  # [1] i64: rows searched so far
 
 
@@ -237,9 +248,10 @@ class ScreenCounter(enum.IntEnum):
     ROW_BLOCKS = 0  # blocks of rows: each reads groups of its own
     ROWS = 1
     GROUPS = 2  # groups that were read from the head, per block of rows: on a GPU, not the same number each time
-    CANDIDATES = 3  # groups that a row could have taken its token from, as far as was known before any was read
+    CANDIDATES = 3  # groups that a row could have taken its token from, as far as was known before any was read; of a
+    # row whose truncation rather forbids its token, those with a logit that its top-k surely allows
     CERTIFIED_ROWS = 4  # rows with one such group or none
-    MANY_CANDIDATES = 5  # blocks of rows that could have to read more than 1/16 of the head
+    MANY_CANDIDATES = 5  # blocks of rows that may have to read more than 1/16 of the head for these
 
 
 class ScreenOperands(NamedTuple):
@@ -248,9 +260,11 @@ class ScreenOperands(NamedTuple):
     hidden_scale: Any  # [B] f32, the step of a row's fixed-point hidden state
     hidden_norm: Any  # [B] f32
     hidden_error: Any  # [B] f32
-    score_hi: Any  # [G, B] f32: no score of the group is above; in truncated rows, no logit
-    threshold: Any  # [B] i32, ordered: score that the best group surely reaches; in truncated rows, a logit
-    max_logit_lo: Any  # [B, G] f32, for truncated rows, as the next three: the group's largest logit is not below
+    score_hi: Any  # [G, B] f32: no score of the group is above
+    threshold: Any  # [B] i32, ordered: score that the best group surely reaches
+    bound: Any  # [B] i32, ordered, for truncated rows, as the next five: a small top-k allows no logit below
+    logit_hi: Any  # [B, G] f32: no logit of the group is above; after list_ids, +inf or -inf: to be read or not
+    max_logit_lo: Any  # [B, G] f32: the group's largest logit is not below; +inf in groups that a wide row chose
     lse_hi: Any  # [B, G] f32, the group's log-mass at the row's temperature is not above
     lse_lo: Any  # [B, G] f32, nor below
     id_hi: Any  # [V, B] f16, for MAX_ID_ROWS rows or fewer: no logit of the id is above
@@ -258,7 +272,7 @@ class ScreenOperands(NamedTuple):
     num_ids: Any  # [blocks] i32, their lengths; zeros before and after each draw, as the next
     ids_arrived: Any  # [blocks] i32
     best: Any  # [B] i64: ordered score of the best rescored group, above NO_GROUP without its id
-    candidates: Any  # [B] i32: groups that the row could take its token from
+    candidates: Any  # [B] i32: groups that the first pass reads for the row
     logits: Any  # [programs, B, GROUP_SIZE] f32: each program's best rescored group
     group_list: Any  # [row blocks, G] i32, the groups to rescore
     group_place: Any  # [row blocks, G] i32: where each of these is in the list
@@ -300,6 +314,8 @@ class ScreenWorkspace:
             hidden_error=floats(max_rows),
             score_hi=floats(num_groups * max_rows),
             threshold=integers(max_rows),
+            bound=integers(max_rows),
+            logit_hi=floats(max_rows * num_groups),
             max_logit_lo=floats(max_rows * num_groups),
             lse_hi=floats(max_rows * num_groups),
             lse_lo=floats(max_rows * num_groups),

@@ -32,7 +32,13 @@ SPILLS_ON[100] |= {"top_logprobs_kernel": 16, "rescore_groups_kernel": 24}
 SPILLS_QUANTISED = {90: {"lm_head_sample_kernel": 152}}
 EVERYWHERE = {"lm_head_sample_kernel", "sample_logits_kernel", "sample_truncated_kernel", "search_truncated_kernel"}
 EVERYWHERE |= {"quantize_hidden_kernel", "screen_head_kernel", "list_groups_kernel", "rescore_groups_kernel"}
-EVERYWHERE |= {"bound_truncated_kernel", "list_ids_kernel", "read_ids_kernel", "read_groups_kernel"}
+EVERYWHERE |= {
+    "bound_truncated_kernel",
+    "certify_truncated_kernel",
+    "list_ids_kernel",
+    "read_ids_kernel",
+    "read_groups_kernel",
+}
 EVERYWHERE |= {"draw_rescored_kernel", "reduce_splits_kernel", "pack_record_kernel", "merge_records_kernel"}
 EVERYWHERE |= {"exchange_records_kernel", "tell_logits_kernel", "copy_rows_kernel", "follow_drafts_kernel"}
 EVERYWHERE |= {"gather_rows_kernel", "write_rows_kernel", "stage_rows_kernel", "scale_hidden_kernel"}

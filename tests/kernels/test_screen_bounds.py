@@ -358,10 +358,9 @@ def test_what_the_screen_says_of_truncated_rows_holds_what_is_true_of_them(devic
     case = Case(states, head, params)
     workspace, dots, bound = screened(case, config)
     groups = -(-vocab // 16)
-    score_hi = workspace.operands.score_hi[: num_rows * groups].view(groups, num_rows).T
-    max_lo, lse_hi, lse_lo = (
+    logit_hi, max_lo, lse_hi, lse_lo = (
         getattr(workspace.operands, name)[: num_rows * groups].view(num_rows, groups)
-        for name in ("max_logit_lo", "lse_hi", "lse_lo")
+        for name in ("logit_hi", "max_logit_lo", "lse_hi", "lse_lo")
     )
     id_hi = workspace.operands.id_hi[: vocab * num_rows].view(vocab, num_rows).T.double()
 
@@ -372,11 +371,11 @@ def test_what_the_screen_says_of_truncated_rows_holds_what_is_true_of_them(devic
     exact = logits_ref(states, weight, softcap=30.0, logits_dtype=torch.float32)
     logits = grouped(edit_logits_ref(exact, bias=bias))
     peak, mass = logits.amax(-1), (logits / params.temperature.double()[:, None, None]).logsumexp(-1)
-    assert (max_lo <= peak).all() and (peak <= score_hi).all()
+    assert (max_lo <= peak).all() and (peak <= logit_hi).all()
     assert (lse_lo <= mass).all() and (mass <= lse_hi).all()
     some = peak > -float("inf")
-    assert 0 < some.sum() < some.numel() and (score_hi[~some] == -float("inf")).all()
-    assert (score_hi - max_lo)[some].median() < 1.0, "and little more"
+    assert 0 < some.sum() < some.numel() and (logit_hi[~some] == -float("inf")).all()
+    assert (logit_hi - max_lo)[some].median() < 1.0, "and little more"
     assert ((lse_hi - lse_lo)[some] > 0).all()
     low, high = (
         edit_logits_ref(transform_ref(dots + sign * bound, torch.float32, softcap=30.0), bias=bias).double()
@@ -385,7 +384,7 @@ def test_what_the_screen_says_of_truncated_rows_holds_what_is_true_of_them(devic
     close = 1e-5 * high.abs().clamp(min=1.0)
     assert (id_hi >= high - close).all(), "no nearest float16 is smaller"
     assert (id_hi <= high + 2.0**-8 * high.abs() + 1e-3)[high > -float("inf")].all()
-    assert (score_hi >= grouped(high).amax(-1) - 1e-4).all()
+    assert (logit_hi >= grouped(high).amax(-1) - 1e-4).all()
     assert (max_lo <= grouped(low).amax(-1) + 1e-4).all()
     noiseless = torch.zeros(num_rows, groups, device=device)
     slack = 2 * 2.0**-15
