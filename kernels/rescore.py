@@ -70,7 +70,8 @@ class RescorePass(enum.IntEnum):
     ALL = 3  # of rows without an answer
 
 
-_FIRST, _POSSIBLE, _OF_WIDE = (tl.constexpr(int(one)) for one in list(RescorePass)[:3])
+_FIRST, _POSSIBLE = tl.constexpr(int(RescorePass.FIRST)), tl.constexpr(int(RescorePass.POSSIBLE))
+_WIDE_PASS = tl.constexpr(int(RescorePass.WIDE))
 
 
 @triton.jit
@@ -103,7 +104,7 @@ def flag_of_pass(screen, buffer, threshold, offs_c, mask_c, offs_b, mask_b, num_
     else:
         status = tl.load(buffer.status + offs_b, mask=mask_b, other=_PLAIN)
         bound = tl.load(screen.bound + offs_b, mask=mask_b, other=0)
-        rows = mask_b & (status == (_WIDE if PASS == _OF_WIDE else _OPEN))
+        rows = mask_b & (status == (_WIDE if PASS == _WIDE_PASS else _OPEN))
         if PASS == _POSSIBLE:
             flags = flag_possible(screen, buffer, bound, offs_c, mask_c, offs_b, rows, num_groups)
         else:

@@ -18,7 +18,7 @@ from . import rng
 from .config import TruncationConfig, next_power_of_2
 from .epilogue import invert_temperature, rows_truncated
 from .intrinsics import LOG2_E
-from .launch import launch, resident_programs
+from .launch import launch
 from .params import ROW_POINTERS, BatchParams, LogitsSpec, SampleOutput
 from .reduce_splits import draw_from_splits, mass_of_splits, store_logprob
 from .search_truncated import search_truncated
@@ -38,7 +38,6 @@ _CANDIDATES = tl.constexpr(MEASURED_CANDIDATES)
 _CANDIDATE_GROUPS = tl.constexpr(CANDIDATE_GROUPS)
 _LISTED_GROUPS = tl.constexpr(LISTED_GROUPS)
 _LOADED = tl.constexpr(8)  # logits of a 16-byte load
-_RESIDENT = 2  # programs per multiprocessor, by their registers
 # Groups are taken whose score is behind the best one by this at most; and the resolution of that decision.
 _WIDEST = tl.constexpr(32.0)
 _FINEST = tl.constexpr(0.1)
@@ -115,8 +114,7 @@ def _best_candidates(
 @triton.jit
 def _measure_candidates(
     row,
-    program,
-    num_programs,
+    split,
     ids,  # [MEASURED_CANDIDATES] i32, the best tokens, each with a larger logit than the one before
     logits,  # [MEASURED_CANDIDATES] f32
     scores,  # [MEASURED_CANDIDATES] f32
@@ -136,14 +134,13 @@ def _measure_candidates(
     BLOCK: tl.constexpr,
     SPLITS: tl.constexpr,
 ):
-    """Count and mass above each candidate, and the first that they allow: one of ``num_programs`` programs, which share
-    the ``SPLITS`` parts of the row evenly."""
+    """Count and mass above each candidate, and the first that they allow: one of ``SPLITS`` programs."""
     tl.static_assert(_CANDIDATES == 4)
     row_partials = buffer.partial + row * SPLITS * _PARTIALS
     if output.logprobs is not None:  # noqa: SIM102 - the first condition decides what is compiled
         # One program leaves the row's mass for the last one. Read after the candidates have been measured, it would
         # keep the places of the splits in registers that the sums need.
-        if program == 0:
+        if split == 0:
             largest, mass_of_row = mass_of_splits(splits, row, num_rows, num_splits, inv_temperature, BLOCK_P)
             tl.store(row_partials + 2 * _CANDIDATES + 1, largest)
             tl.store(row_partials + 2 * _CANDIDATES + 2, mass_of_row)
@@ -153,44 +150,41 @@ def _measure_candidates(
     logit1 = tl.sum(tl.where(offs_c == 1, logits, 0.0))
     logit2 = tl.sum(tl.where(offs_c == 2, logits, 0.0))
     logit3 = tl.sum(tl.where(offs_c == 3, logits, 0.0))
+    # Sums over the logits that one thread has loaded come first: they take few registers and no shuffles.
     LANES: tl.constexpr = BLOCK // _LOADED
+    zeros = tl.zeros([LANES], tl.float32)
+    count0, count1, count2, count3 = zeros, zeros, zeros, zeros  # exact: a vocabulary has fewer than 2**24 ids
+    mass0, mass1, mass2, mass3, total = zeros, zeros, zeros, zeros, zeros
     scale = inv_temperature * LOG2_E
     # A row is cut in the same way whatever its neighbours are: its sums do not depend on them.
     share = tl.cdiv(tl.cdiv(width, BLOCK), SPLITS) * BLOCK
-    num_own = SPLITS // num_programs
-    # What does not change from part to part is computed again: kept, it would take the registers of a second program.
-    for split in tl.range(program * num_own, (program + 1) * num_own, disable_licm=True):
-        # Sums over the logits that one thread has loaded come first: they take few registers and no shuffles.
-        zeros = tl.zeros([LANES], tl.float32)
-        count0, count1, count2, count3 = zeros, zeros, zeros, zeros  # exact: a vocabulary has fewer than 2**24 ids
-        mass0, mass1, mass2, mass3, total = zeros, zeros, zeros, zeros, zeros
-        last = tl.minimum((split + 1) * share, width)
-        offs = split * share + tl.arange(0, BLOCK)
-        block = tl.load(row_logits + offs, mask=offs < last, other=float("-inf"))
-        for _ in tl.range(split * share, last, BLOCK):
-            offs += BLOCK
-            following = tl.load(row_logits + offs, mask=offs < last, other=float("-inf"))
-            values = tl.reshape(block.to(tl.float32), [LANES, _LOADED])
-            weight = tl.exp2((values - reference) * scale)
-            total += tl.sum(weight, axis=1)
-            count0 += tl.sum(tl.where(values > logit0, 1.0, 0.0), axis=1)
-            count1 += tl.sum(tl.where(values > logit1, 1.0, 0.0), axis=1)
-            count2 += tl.sum(tl.where(values > logit2, 1.0, 0.0), axis=1)
-            count3 += tl.sum(tl.where(values > logit3, 1.0, 0.0), axis=1)
-            mass0 += tl.sum(tl.where(values > logit0, weight, 0.0), axis=1)
-            mass1 += tl.sum(tl.where(values > logit1, weight, 0.0), axis=1)
-            mass2 += tl.sum(tl.where(values > logit2, weight, 0.0), axis=1)
-            mass3 += tl.sum(tl.where(values > logit3, weight, 0.0), axis=1)
-            block = following
-        counts = tl.join(tl.join(count0, count1), tl.join(count2, count3))
-        masses = tl.join(tl.join(mass0, mass1), tl.join(mass2, mass3))
-        sums = tl.reshape(tl.sum(tl.join(counts, masses), axis=0), [2 * _CANDIDATES])
-        index = tl.arange(0, 2 * _CANDIDATES)  # candidate % 2, candidate // 2, count or mass
-        partials = buffer.partial + (row * SPLITS + split) * _PARTIALS
-        tl.store(partials + index // 4 + index // 2 % 2 * 2 + index % 2 * _CANDIDATES, sums)
-        tl.store(partials + 2 * _CANDIDATES, tl.sum(total))
+    last = tl.minimum((split + 1) * share, width)
+    offs = split * share + tl.arange(0, BLOCK)
+    block = tl.load(row_logits + offs, mask=offs < last, other=float("-inf"))
+    for _ in tl.range(split * share, last, BLOCK):
+        offs += BLOCK
+        following = tl.load(row_logits + offs, mask=offs < last, other=float("-inf"))
+        values = tl.reshape(block.to(tl.float32), [LANES, _LOADED])
+        weight = tl.exp2((values - reference) * scale)
+        total += tl.sum(weight, axis=1)
+        count0 += tl.sum(tl.where(values > logit0, 1.0, 0.0), axis=1)
+        count1 += tl.sum(tl.where(values > logit1, 1.0, 0.0), axis=1)
+        count2 += tl.sum(tl.where(values > logit2, 1.0, 0.0), axis=1)
+        count3 += tl.sum(tl.where(values > logit3, 1.0, 0.0), axis=1)
+        mass0 += tl.sum(tl.where(values > logit0, weight, 0.0), axis=1)
+        mass1 += tl.sum(tl.where(values > logit1, weight, 0.0), axis=1)
+        mass2 += tl.sum(tl.where(values > logit2, weight, 0.0), axis=1)
+        mass3 += tl.sum(tl.where(values > logit3, weight, 0.0), axis=1)
+        block = following
+    counts = tl.join(tl.join(count0, count1), tl.join(count2, count3))
+    masses = tl.join(tl.join(mass0, mass1), tl.join(mass2, mass3))
+    sums = tl.reshape(tl.sum(tl.join(counts, masses), axis=0), [2 * _CANDIDATES])
+    index = tl.arange(0, 2 * _CANDIDATES)  # candidate % 2, candidate // 2, count or mass
+    partials = buffer.partial + (row * SPLITS + split) * _PARTIALS
+    tl.store(partials + index // 4 + index // 2 % 2 * 2 + index % 2 * _CANDIDATES, sums)
+    tl.store(partials + 2 * _CANDIDATES, tl.sum(total))
     tl.debug_barrier()
-    if tl.atomic_add(buffer.arrived + row, 1, sem="acq_rel") == num_programs - 1:
+    if tl.atomic_add(buffer.arrived + row, 1, sem="acq_rel") == SPLITS - 1:
         tl.debug_barrier()
         tl.store(buffer.arrived + row, 0)
         # In the order of the splits, whichever finished last.
@@ -231,7 +225,7 @@ def _lowest_of_min_p(group_max, num_groups, inv_temperature, min_p, BLOCK: tl.co
 
 
 @triton.jit(
-    do_not_specialize=["num_rows", "num_splits", "num_groups", "vocab_size", "vocab_start", "num_programs"],
+    do_not_specialize=["num_rows", "num_splits", "num_groups", "vocab_size", "vocab_start"],
     do_not_specialize_on_alignment=[*ROW_POINTERS],
 )
 def sample_truncated_kernel(
@@ -247,7 +241,6 @@ def sample_truncated_kernel(
     num_groups,
     vocab_size,
     vocab_start,
-    num_programs,  # per row, a divisor of SPLITS
     # constexpr
     BLOCK_P: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -257,8 +250,8 @@ def sample_truncated_kernel(
     KEY_SHIFT: tl.constexpr,
 ):
     width = num_groups * rng.GROUP_SIZE  # a multiple that the compiler knows: it loads 16 bytes at a time
-    row = tl.program_id(0) // num_programs
-    program = tl.program_id(0) % num_programs
+    row = tl.program_id(0) // SPLITS
+    split = tl.program_id(0) % SPLITS
     temperature = tl.load(temperature_ptr + row)
     greedy, inv_temperature = invert_temperature(temperature)
     if ~greedy & rows_truncated(truncation, row, True, vocab_size):
@@ -269,7 +262,7 @@ def sample_truncated_kernel(
         min_p = tl.load(truncation.min_p + row)
         # Twice as many groups as top-k needs, for ties and for several groups of one set.
         if (top_k >= 1) & (top_k <= CANDIDATES // 2) & (top_k < vocab_size):
-            if program == 0:
+            if split == 0:
                 largest, total = mass_of_splits(splits, row, num_rows, num_splits, inv_temperature, BLOCK_P)
                 token, logit, score, answered = draw_small_top_k(
                     buffer.logits + row.to(tl.int64) * width,
@@ -301,7 +294,7 @@ def sample_truncated_kernel(
             ids, logits, scores = _best_candidates(
                 row,
                 splits,
-                buffer.group_list + row * _LISTED_GROUPS + program * _CANDIDATE_GROUPS,
+                buffer.group_list + row * _LISTED_GROUPS + split * _CANDIDATE_GROUPS,
                 num_rows,
                 num_splits,
                 inv_temperature,
@@ -313,8 +306,7 @@ def sample_truncated_kernel(
             if ((top_k >= 1) & (top_k < vocab_size)) | (top_p < 1.0):
                 _measure_candidates(
                     row,
-                    program,
-                    num_programs,
+                    split,
                     ids,
                     logits,
                     scores,
@@ -334,7 +326,7 @@ def sample_truncated_kernel(
                     BLOCK,
                     SPLITS,
                 )
-            elif program == 0:
+            elif split == 0:
                 # Min-p alone: the first token that it allows.
                 score = tl.max(scores)
                 logit = tl.min(logits)
@@ -345,7 +337,7 @@ def sample_truncated_kernel(
                 if output.logprobs is not None:
                     largest, total = mass_of_splits(splits, row, num_rows, num_splits, inv_temperature, BLOCK_P)
                     store_logprob(output, row, logit, largest, total, inv_temperature, True)
-    elif program == 0:
+    elif split == 0:
         tl.store(buffer.status + row, 0)
         draw_from_splits(
             splits,
@@ -386,13 +378,9 @@ def sample_truncated(
         )
     assert params.truncation is not None
     output = SampleOutput.empty(num_rows, device, return_logprob)
-    # Each program of a row finds its candidates anew: no more of them than run at a time.
-    programs = config.splits
-    while programs > 1 and num_rows * programs > resident_programs(device, _RESIDENT):
-        programs //= 2
     launch(
         sample_truncated_kernel,
-        num_rows * programs,
+        num_rows * config.splits,
         (
             workspace.splits,
             buffer.operands,
@@ -406,7 +394,6 @@ def sample_truncated(
             spec.num_groups,
             spec.vocab_size,
             spec.vocab_start,
-            programs,
         ),
         {
             "BLOCK_P": next_power_of_2(max_splits),

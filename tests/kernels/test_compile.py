@@ -20,7 +20,7 @@ MEASURED = 90  # the built-in choices of other families were measured nowhere
 SHARED = {80: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 # Bytes of local memory per thread. Without a limit, ptxas stops at 128 registers and spills a few words. With an
 # explicit limit of 128, it spills none. The search runs in few rows and is bound by memory, not by registers.
-SPILLS = {"sample_truncated_kernel": 24, "draw_rescored_kernel": 32, "search_truncated_kernel": 256}
+SPILLS = {"sample_truncated_kernel": 16, "draw_rescored_kernel": 32, "search_truncated_kernel": 256}
 SPILLS |= {"rescore_groups_kernel": 16, "read_groups_kernel": 16, "read_ids_kernel": 16}
 # Addresses of edits that a graph is told take two registers each, where a kernel's own arguments take none. The kernels
 # of sm100 were never measured.

@@ -365,7 +365,7 @@ def test_groups_are_read_for_the_rows_that_need_them_and_for_no_others(stage, wh
 
 
 def assert_exact(stage: Stage, groups: torch.Tensor) -> None:
-    """What the screen knew of these groups, bool ``[B, G]``, are now the logits' own numbers."""
+    """In these groups, bool ``[B, G]``, both ends that the screen left equal the value of the logits themselves."""
     temperature = stage.case.params.temperature.double().clamp(min=1e-3)[:, None, None]
     mass = (padded(stage.case.edited) / temperature).logsumexp(-1).float()
     for name in ("lse_hi", "lse_lo"):
@@ -375,7 +375,7 @@ def assert_exact(stage: Stage, groups: torch.Tensor) -> None:
 
 
 def test_ids_that_could_reach_the_bound_are_listed_and_their_groups_ruled_out(stage):
-    """Of open rows, and of groups that have not been read."""
+    """Only open rows list ids, and only of groups that have not been read."""
     num_rows, vocab = len(stage.case.hidden), stage.case.head.vocab_size
     stage.bound = stage.peaks.topk(5).values[:, -1] - 0.01
     stage.status[2] = int(RowStatus.ANSWERED)
@@ -678,8 +678,8 @@ def with_unknown_mass(device) -> tuple[Stage, torch.Tensor]:
 
 
 def test_rows_whose_mass_is_not_known_choose_groups_that_will_tell_it(device):
-    """Of most rows less than half, those whose ends are furthest apart. Other rows choose none. With the mass of the
-    chosen groups, a second draw answers for the rows that chose, and leaves the others alone."""
+    """Most rows choose less than half of the groups, those whose ends are furthest apart. Other rows choose none. With
+    the mass of the chosen groups, a second draw answers for the rows that chose, and leaves the others alone."""
     made, mass = with_unknown_mass(device)
     hi, lo, marks = (made.rows_of_groups(name) for name in ("lse_hi", "lse_lo", "max_logit_lo"))
     output, status = drawn_from(made)

@@ -32,7 +32,6 @@ from kernel_cases import (
     ties_apart,
 )
 
-import sgl_flashsample.kernels.sample_truncated
 from sgl_flashsample.kernels.config import ReadConfig, TileConfig, TruncationConfig
 from sgl_flashsample.kernels.epilogue import num_top_groups
 from sgl_flashsample.kernels.launch import resident_programs
@@ -175,22 +174,6 @@ def test_ties_in_more_sets_of_groups_than_there_is_room_to_list_are_all_drawn(de
     assert (drawn.token_ids > tied[128]).any(), "of 200 blocks, 71 are beyond the list"
     assert (drawn.status > 1).all(), "the search answers"
     assert_equal_to_reference(case, drawn, 0.01)
-
-
-@pytest.mark.parametrize("path", ["fused", "logits"])
-def test_the_number_of_programs_that_share_a_row_does_not_change_a_bit(device, path, monkeypatch):
-    num_rows = 6
-    case = make_case(num_rows, 20_000, device, dtype=torch.float32)
-    case = case.with_params(
-        temperature=torch.full((num_rows,), 2.0, device=device), truncation=limits(num_rows, device, top_p=0.7)
-    )
-    drawn = []
-    for resident in (1, 1000):
-        monkeypatch.setattr(sgl_flashsample.kernels.sample_truncated, "_RESIDENT", resident)
-        drawn.append(draw(path, case, truncation_config=TruncationConfig()))  # 8 parts
-    assert (drawn[0].status == 1).any()
-    for name in ("token_ids", "scores", "logprobs"):
-        assert torch.equal(getattr(drawn[0], name), getattr(drawn[1], name)), name
 
 
 ZEROS = {
