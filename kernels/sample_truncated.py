@@ -4,9 +4,10 @@
 is drawn from the groups of its largest logits. In other rows the allowed tokens may be many: the logits above a
 threshold. The threshold is not known, but a given token is allowed or not by the count and the mass of the larger
 logits. So candidates are taken from the groups that the splits have left behind, best score first. A candidate that is
-not allowed rules out every smaller logit, so each next candidate has a larger one. One pass over the row's logits
-measures all candidates at once. A few programs share a row; the last one to finish adds up and decides. A row whose
-candidates are all forbidden, or not certain to be the next, is left to ``search_truncated``: its status is negative.
+not allowed rules out every smaller logit, so each next candidate has a larger one. One pass over the groups with a
+larger logit than the first candidate's measures all of them at once. A few programs share a row; the last one to finish
+adds up and decides. A row whose candidates are all forbidden, or not certain to be the next, is left to
+``search_truncated``: its status is negative.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from . import rng
 from .config import TruncationConfig, next_power_of_2
 from .epilogue import invert_temperature, rows_truncated
 from .intrinsics import LOG2_E
-from .launch import launch
+from .launch import launch, resident_programs
 from .params import ROW_POINTERS, BatchParams, LogitsSpec, SampleOutput
 from .reduce_splits import draw_from_splits, mass_of_splits, store_logprob
 from .search_truncated import search_truncated
@@ -38,6 +39,7 @@ _CANDIDATES = tl.constexpr(MEASURED_CANDIDATES)
 _CANDIDATE_GROUPS = tl.constexpr(CANDIDATE_GROUPS)
 _LISTED_GROUPS = tl.constexpr(LISTED_GROUPS)
 _LOADED = tl.constexpr(8)  # logits of a 16-byte load
+_RESIDENT = 2  # programs per multiprocessor, by their registers
 # Groups are taken whose score is behind the best one by this at most; and the resolution of that decision.
 _WIDEST = tl.constexpr(32.0)
 _FINEST = tl.constexpr(0.1)
@@ -114,7 +116,8 @@ def _best_candidates(
 @triton.jit
 def _measure_candidates(
     row,
-    split,
+    program,
+    num_programs,
     ids,  # [MEASURED_CANDIDATES] i32, the best tokens, each with a larger logit than the one before
     logits,  # [MEASURED_CANDIDATES] f32
     scores,  # [MEASURED_CANDIDATES] f32
@@ -129,69 +132,77 @@ def _measure_candidates(
     min_p,
     output,
     vocab_size,
-    width,
+    num_groups,
     BLOCK_P: tl.constexpr,
     BLOCK: tl.constexpr,
     SPLITS: tl.constexpr,
+    BLOCK_S: tl.constexpr,
 ):
-    """Count and mass above each candidate, and the first that they allow: one of ``SPLITS`` programs."""
+    """Count and mass above each candidate, and the first that they allow: one of ``num_programs`` programs, which share
+    the ``SPLITS`` parts of the row evenly."""
     tl.static_assert(_CANDIDATES == 4)
-    row_partials = buffer.partial + row * SPLITS * _PARTIALS
-    if output.logprobs is not None:  # noqa: SIM102 - the first condition decides what is compiled
-        # One program leaves the row's mass for the last one. Read after the candidates have been measured, it would
-        # keep the places of the splits in registers that the sums need.
-        if split == 0:
-            largest, mass_of_row = mass_of_splits(splits, row, num_rows, num_splits, inv_temperature, BLOCK_P)
-            tl.store(row_partials + 2 * _CANDIDATES + 1, largest)
-            tl.store(row_partials + 2 * _CANDIDATES + 2, mass_of_row)
+    largest, everything = mass_of_splits(splits, row, num_rows, num_splits, inv_temperature, BLOCK_P)
     offs_c = tl.arange(0, _CANDIDATES)
-    reference = tl.min(logits)  # the first candidate's: probabilities are relative to it
+    lowest = tl.min(logits)  # the first candidate's: no smaller logit is counted
     logit0 = tl.sum(tl.where(offs_c == 0, logits, 0.0))
     logit1 = tl.sum(tl.where(offs_c == 1, logits, 0.0))
     logit2 = tl.sum(tl.where(offs_c == 2, logits, 0.0))
     logit3 = tl.sum(tl.where(offs_c == 3, logits, 0.0))
-    # Sums over the logits that one thread has loaded come first: they take few registers and no shuffles.
+    group_max = buffer.group_max + row.to(tl.int64) * num_groups
+    list_ptr = (buffer.group_score + row.to(tl.int64) * num_groups).to(tl.pointer_type(tl.int32))
+    # A thread loads half of a group. Sums over its logits come first: they take few registers and no shuffles.
     LANES: tl.constexpr = BLOCK // _LOADED
-    zeros = tl.zeros([LANES], tl.float32)
-    count0, count1, count2, count3 = zeros, zeros, zeros, zeros  # exact: a vocabulary has fewer than 2**24 ids
-    mass0, mass1, mass2, mass3, total = zeros, zeros, zeros, zeros, zeros
+    HALVES: tl.constexpr = rng.GROUP_SIZE // _LOADED
+    lanes = tl.arange(0, LANES)
+    offs_i = lanes % HALVES * _LOADED
     scale = inv_temperature * LOG2_E
     # A row is cut in the same way whatever its neighbours are: its sums do not depend on them.
-    share = tl.cdiv(tl.cdiv(width, BLOCK), SPLITS) * BLOCK
-    last = tl.minimum((split + 1) * share, width)
-    offs = split * share + tl.arange(0, BLOCK)
-    block = tl.load(row_logits + offs, mask=offs < last, other=float("-inf"))
-    for _ in tl.range(split * share, last, BLOCK):
-        offs += BLOCK
-        following = tl.load(row_logits + offs, mask=offs < last, other=float("-inf"))
-        values = tl.reshape(block.to(tl.float32), [LANES, _LOADED])
-        weight = tl.exp2((values - reference) * scale)
-        total += tl.sum(weight, axis=1)
-        count0 += tl.sum(tl.where(values > logit0, 1.0, 0.0), axis=1)
-        count1 += tl.sum(tl.where(values > logit1, 1.0, 0.0), axis=1)
-        count2 += tl.sum(tl.where(values > logit2, 1.0, 0.0), axis=1)
-        count3 += tl.sum(tl.where(values > logit3, 1.0, 0.0), axis=1)
-        mass0 += tl.sum(tl.where(values > logit0, weight, 0.0), axis=1)
-        mass1 += tl.sum(tl.where(values > logit1, weight, 0.0), axis=1)
-        mass2 += tl.sum(tl.where(values > logit2, weight, 0.0), axis=1)
-        mass3 += tl.sum(tl.where(values > logit3, weight, 0.0), axis=1)
-        block = following
-    counts = tl.join(tl.join(count0, count1), tl.join(count2, count3))
-    masses = tl.join(tl.join(mass0, mass1), tl.join(mass2, mass3))
-    sums = tl.reshape(tl.sum(tl.join(counts, masses), axis=0), [2 * _CANDIDATES])
-    index = tl.arange(0, 2 * _CANDIDATES)  # candidate % 2, candidate // 2, count or mass
-    partials = buffer.partial + (row * SPLITS + split) * _PARTIALS
-    tl.store(partials + index // 4 + index // 2 % 2 * 2 + index % 2 * _CANDIDATES, sums)
-    tl.store(partials + 2 * _CANDIDATES, tl.sum(total))
+    share = tl.cdiv(num_groups, SPLITS)
+    num_own = SPLITS // num_programs
+    # What does not change from part to part is computed again: kept, it would take the registers of a second program.
+    for split in tl.range(program * num_own, (program + 1) * num_own, disable_licm=True):
+        start = split * share
+        last = tl.minimum(start + share, num_groups)
+        num_listed = tl.full([], 0, tl.int32)
+        for first in tl.range(start, last, BLOCK_S):
+            groups = first + tl.arange(0, BLOCK_S)
+            peaks = tl.load(group_max + groups, mask=groups < last, other=float("-inf"))
+            larger = (peaks > lowest).to(tl.int32)
+            place = start + num_listed + tl.cumsum(larger, axis=0) - 1
+            tl.store(list_ptr + place, groups, mask=larger > 0)
+            num_listed += tl.sum(larger)
+        tl.debug_barrier()
+        zeros = tl.zeros([LANES], tl.float32)
+        count0, count1, count2, count3 = zeros, zeros, zeros, zeros  # exact: a vocabulary has fewer than 2**24 ids
+        mass0, mass1, mass2, mass3 = zeros, zeros, zeros, zeros
+        for first in tl.range(0, num_listed, LANES // HALVES):
+            entry = first + lanes // HALVES
+            group = tl.load(list_ptr + start + entry, mask=entry < num_listed, other=0)
+            offs = (group * rng.GROUP_SIZE + offs_i)[:, None] + tl.arange(0, _LOADED)[None, :]
+            values = tl.load(row_logits + offs, mask=(entry < num_listed)[:, None], other=float("-inf")).to(tl.float32)
+            weight = tl.exp2((values - largest) * scale)
+            count0 += tl.sum(tl.where(values > logit0, 1.0, 0.0), axis=1)
+            count1 += tl.sum(tl.where(values > logit1, 1.0, 0.0), axis=1)
+            count2 += tl.sum(tl.where(values > logit2, 1.0, 0.0), axis=1)
+            count3 += tl.sum(tl.where(values > logit3, 1.0, 0.0), axis=1)
+            mass0 += tl.sum(tl.where(values > logit0, weight, 0.0), axis=1)
+            mass1 += tl.sum(tl.where(values > logit1, weight, 0.0), axis=1)
+            mass2 += tl.sum(tl.where(values > logit2, weight, 0.0), axis=1)
+            mass3 += tl.sum(tl.where(values > logit3, weight, 0.0), axis=1)
+        counts = tl.join(tl.join(count0, count1), tl.join(count2, count3))
+        masses = tl.join(tl.join(mass0, mass1), tl.join(mass2, mass3))
+        sums = tl.reshape(tl.sum(tl.join(counts, masses), axis=0), [2 * _CANDIDATES])
+        index = tl.arange(0, 2 * _CANDIDATES)  # candidate % 2, candidate // 2, count or mass
+        partials = buffer.partial + (row * SPLITS + split) * _PARTIALS
+        tl.store(partials + index // 4 + index // 2 % 2 * 2 + index % 2 * _CANDIDATES, sums)
     tl.debug_barrier()
-    if tl.atomic_add(buffer.arrived + row, 1, sem="acq_rel") == SPLITS - 1:
+    if tl.atomic_add(buffer.arrived + row, 1, sem="acq_rel") == num_programs - 1:
         tl.debug_barrier()
         tl.store(buffer.arrived + row, 0)
         # In the order of the splits, whichever finished last.
         all_partials = buffer.partial + (row * SPLITS + tl.arange(0, SPLITS)) * _PARTIALS
         above = tl.sum(tl.load(all_partials[:, None] + offs_c[None, :], volatile=True), axis=0)
         mass = tl.sum(tl.load((all_partials + _CANDIDATES)[:, None] + offs_c[None, :], volatile=True), axis=0)
-        everything = tl.sum(tl.load(all_partials + 2 * _CANDIDATES, volatile=True))
         use_k = (top_k >= 1) & (top_k < vocab_size)
         p = tl.where(top_p < 1.0, top_p, 2.0)
         # The largest logit is always allowed, whatever the limits are.
@@ -209,9 +220,7 @@ def _measure_candidates(
         tl.store(output.token_ids + row, token.to(tl.int64))
         tl.store(output.scores + row, tl.max(tl.where(offs_c == winner, scores, float("-inf"))))
         if output.logprobs is not None:
-            largest = tl.load(row_partials + 2 * _CANDIDATES + 1, volatile=True)
-            mass_of_row = tl.load(row_partials + 2 * _CANDIDATES + 2, volatile=True)
-            store_logprob(output, row, logit, largest, mass_of_row, inv_temperature, True)
+            store_logprob(output, row, logit, largest, everything, inv_temperature, True)
 
 
 @triton.jit
@@ -225,7 +234,7 @@ def _lowest_of_min_p(group_max, num_groups, inv_temperature, min_p, BLOCK: tl.co
 
 
 @triton.jit(
-    do_not_specialize=["num_rows", "num_splits", "num_groups", "vocab_size", "vocab_start"],
+    do_not_specialize=["num_rows", "num_splits", "num_groups", "vocab_size", "vocab_start", "num_programs"],
     do_not_specialize_on_alignment=[*ROW_POINTERS],
 )
 def sample_truncated_kernel(
@@ -241,6 +250,7 @@ def sample_truncated_kernel(
     num_groups,
     vocab_size,
     vocab_start,
+    num_programs,  # per row, a divisor of SPLITS
     # constexpr
     BLOCK_P: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -250,8 +260,8 @@ def sample_truncated_kernel(
     KEY_SHIFT: tl.constexpr,
 ):
     width = num_groups * rng.GROUP_SIZE  # a multiple that the compiler knows: it loads 16 bytes at a time
-    row = tl.program_id(0) // SPLITS
-    split = tl.program_id(0) % SPLITS
+    row = tl.program_id(0) // num_programs
+    program = tl.program_id(0) % num_programs
     temperature = tl.load(temperature_ptr + row)
     greedy, inv_temperature = invert_temperature(temperature)
     if ~greedy & rows_truncated(truncation, row, True, vocab_size):
@@ -262,7 +272,7 @@ def sample_truncated_kernel(
         min_p = tl.load(truncation.min_p + row)
         # Twice as many groups as top-k needs, for ties and for several groups of one set.
         if (top_k >= 1) & (top_k <= CANDIDATES // 2) & (top_k < vocab_size):
-            if split == 0:
+            if program == 0:
                 largest, total = mass_of_splits(splits, row, num_rows, num_splits, inv_temperature, BLOCK_P)
                 token, logit, score, answered = draw_small_top_k(
                     buffer.logits + row.to(tl.int64) * width,
@@ -294,7 +304,7 @@ def sample_truncated_kernel(
             ids, logits, scores = _best_candidates(
                 row,
                 splits,
-                buffer.group_list + row * _LISTED_GROUPS + split * _CANDIDATE_GROUPS,
+                buffer.group_list + row * _LISTED_GROUPS + program * _CANDIDATE_GROUPS,
                 num_rows,
                 num_splits,
                 inv_temperature,
@@ -306,7 +316,8 @@ def sample_truncated_kernel(
             if ((top_k >= 1) & (top_k < vocab_size)) | (top_p < 1.0):
                 _measure_candidates(
                     row,
-                    split,
+                    program,
+                    num_programs,
                     ids,
                     logits,
                     scores,
@@ -321,12 +332,13 @@ def sample_truncated_kernel(
                     min_p,
                     output,
                     vocab_size,
-                    width,
+                    num_groups,
                     BLOCK_P,
                     BLOCK,
                     SPLITS,
+                    BLOCK_S,
                 )
-            elif split == 0:
+            elif program == 0:
                 # Min-p alone: the first token that it allows.
                 score = tl.max(scores)
                 logit = tl.min(logits)
@@ -337,7 +349,7 @@ def sample_truncated_kernel(
                 if output.logprobs is not None:
                     largest, total = mass_of_splits(splits, row, num_rows, num_splits, inv_temperature, BLOCK_P)
                     store_logprob(output, row, logit, largest, total, inv_temperature, True)
-    elif split == 0:
+    elif program == 0:
         tl.store(buffer.status + row, 0)
         draw_from_splits(
             splits,
@@ -378,9 +390,13 @@ def sample_truncated(
         )
     assert params.truncation is not None
     output = SampleOutput.empty(num_rows, device, return_logprob)
+    # Each program of a row finds its candidates anew: no more of them than run at a time.
+    programs = config.splits
+    while programs > 1 and num_rows * programs > resident_programs(device, _RESIDENT):
+        programs //= 2
     launch(
         sample_truncated_kernel,
-        num_rows * config.splits,
+        num_rows * programs,
         (
             workspace.splits,
             buffer.operands,
@@ -394,6 +410,7 @@ def sample_truncated(
             spec.num_groups,
             spec.vocab_size,
             spec.vocab_start,
+            programs,
         ),
         {
             "BLOCK_P": next_power_of_2(max_splits),

@@ -29,7 +29,7 @@ MAX_TOP_GROUPS = 8  # groups that a split leaves behind per truncated row
 GROUPS_PER_BLOCK = 8  # groups that the search handles as one
 MEASURED_CANDIDATES = 4  # tokens that one pass over a row's logits measures
 CANDIDATE_GROUPS = 64  # groups that these come from
-PARTIALS = 16  # numbers that each program of that pass leaves behind: two per token and three more, in a power of two
+PARTIALS = 2 * MEASURED_CANDIDATES  # numbers that each part of a row leaves behind in that pass
 SUMMARY_IDS = 4096  # ids whose exp-sum one program of ``summarize_logits`` leaves behind
 MAX_TOP_LOGPROBS = 128  # per row
 MAX_GIVEN_IDS = 256  # per row, where ranks or a server serve them
@@ -78,7 +78,7 @@ class BufferOperands(NamedTuple):
 
     logits: Any  # [B, width] bf16 or f32
     group_max: Any  # [B, G] f32, the largest logit of each group; -inf where a screen has not read it
-    group_score: Any  # [B, G] f32, for rows that are searched, as the next
+    group_score: Any  # [B, G] f32, for rows that are searched, as the next; before that a list of groups, as i32
     group_mass: Any  # [B, G] f32, relative to group_max
     block_list: Any  # [B, 3 * blocks of groups] i32
     partial: Any  # [B, MAX_DRAW_SPLITS, PARTIALS] f32

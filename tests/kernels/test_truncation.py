@@ -32,6 +32,7 @@ from kernel_cases import (
     ties_apart,
 )
 
+import sgl_flashsample.kernels.sample_truncated
 from sgl_flashsample.kernels.config import ReadConfig, TileConfig, TruncationConfig
 from sgl_flashsample.kernels.epilogue import num_top_groups
 from sgl_flashsample.kernels.launch import resident_programs
@@ -176,6 +177,22 @@ def test_ties_in_more_sets_of_groups_than_there_is_room_to_list_are_all_drawn(de
     assert_equal_to_reference(case, drawn, 0.01)
 
 
+@pytest.mark.parametrize("path", ["fused", "logits"])
+def test_the_number_of_programs_that_share_a_row_does_not_change_a_bit(device, path, monkeypatch):
+    num_rows = 6
+    case = make_case(num_rows, 20_000, device, dtype=torch.float32)
+    case = case.with_params(
+        temperature=torch.full((num_rows,), 2.0, device=device), truncation=limits(num_rows, device, top_p=0.7)
+    )
+    drawn = []
+    for resident in (1, 1000):
+        monkeypatch.setattr(sgl_flashsample.kernels.sample_truncated, "_RESIDENT", resident)
+        drawn.append(draw(path, case, truncation_config=TruncationConfig()))  # 8 parts
+    assert (drawn[0].status == 1).any()
+    for name in ("token_ids", "scores", "logprobs"):
+        assert torch.equal(getattr(drawn[0], name), getattr(drawn[1], name)), name
+
+
 ZEROS = {
     "nothing but zeros": ([0.0] * 2048, 3),
     "a zero is the last of the largest": ([{5: 1.0, 19: 0.5, 39: 0.25, 57: 0.0}.get(i, -9.0) for i in range(512)], 4),
@@ -288,6 +305,9 @@ def test_a_token_that_may_come_after_a_group_that_was_not_left_is_not_taken_for_
     buffer.logits[:, 3] = 1.0
     buffer.group_max.zero_()
     buffer.group_max[:, 0] = 1.0
+    # The mass of ids 0 to 31, relative to 1.0, and of ids 32 to 47, relative to 0.0.
+    splits.mass[:num_rows] = torch.tensor([1.0, 1.0 + 31 / math.e], device=device)
+    splits.mass[num_rows:] = torch.tensor([0.0, 16.0], device=device)
     drawn = sample_truncated(workspace, buffer, 2, params, spec, return_logprob=False, max_splits=8, config=TRUNCATION)
     assert drawn.token_ids.tolist() == [3] * num_rows
     assert (buffer.status[:num_rows] > 1).sum() >= 3
