@@ -476,6 +476,16 @@ class Rows:
         head = LMHead(self.finite.logits.T.contiguous())
         return Case(hidden.repeat_interleave(times, 0), head, self.params.repeated(times))
 
+    def quantised(self) -> tuple[Rows, Case]:
+        """The rows with the nearest logits that weights in float8_e4m3fn stand for, each id with a scale of its own,
+        and the batch with that head."""
+        finite = self.finite.logits.float().T.contiguous()
+        scale = finite.abs().amax(1).clamp(min=1e-30) / torch.finfo(torch.float8_e4m3fn).max
+        weight = (finite / scale[:, None]).to(torch.float8_e4m3fn)
+        rows = dataclasses.replace(self, logits=(weight.float() * scale[:, None]).T.contiguous())
+        hidden = torch.eye(len(self.logits), dtype=torch.bfloat16, device=self.logits.device)
+        return rows, Case(hidden, LMHead(weight, scale=scale, logits_dtype=torch.float32), self.params)
+
 
 def random_rows(mix: Mix, index: int, num_rows: int, device: torch.device) -> Rows:
     """The batch with this number: the same for the same number and kind of device."""

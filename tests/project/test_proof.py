@@ -492,12 +492,18 @@ def test_processes_count_as_many_tokens_as_one_each_batch_once(load, monkeypatch
 
 @pytest.mark.parametrize(
     "section, path",
-    [("reference", "logits"), ("temperatures", "logits"), ("heads", "fused"), ("heads", "screened")],
+    [
+        ("reference", "logits"),
+        ("temperatures", "logits"),
+        ("heads", "fused"),
+        ("heads", "screened"),
+        ("heads", "quantised"),
+    ],
 )
 def test_a_token_of_another_position_is_counted_and_the_references_is_not(load, monkeypatch, section, path):
     draws, whole = load("draws"), load("draws").Part(0, 1)
     monkeypatch.setattr(draws, "NUM_ROWS", 64)
-    monkeypatch.setattr(draws, "HEAD_ROWS", {"fused": 64, "screened": 64})
+    monkeypatch.setattr(draws, "HEAD_ROWS", dict.fromkeys(draws.HEAD_ROWS, 64))
     monkeypatch.setitem(draws.MIXES, section, dataclasses.replace(draws.MIXES[section], most_ids=50))
     row = draws.count_exact(section, path, whole, 60)
     assert (row["rows"], row["different"]) == (64, 0) and row["planted_noticed"] > 5

@@ -10,7 +10,8 @@ exact        sections are counted by path, with ``GOALS`` draws or rows of each 
                 among them. A float64 oracle (``definition.py``) says which ids a row may draw.
   reference     rows of 1 to 2,000 ids with every feature on or off at random, in each dtype. Tokens are compared with
                 the float64 reference (``kernels/reference.py``), except in near-ties, which it cannot decide.
-  heads         such rows, as the products of a head that draws them by the fused pass and with a screen
+  heads         such rows, as the products of a head that draws them by the fused pass and with a screen; and rows near
+                them, of a head in float8_e4m3fn
   hostile       rows of reference, every second one with NaN, infinities or huge numbers at some ids or all. Tokens and
                 scores of the other rows are, bit for bit, those of a batch without hostile rows.
   temperatures  the same rows, each with limits and a temperature between 1e-6 and 1e4, uniform in its logarithm.
@@ -135,7 +136,7 @@ GOALS = {
 }
 NUM_ROWS = 8 if DRY_RUN else 1024
 FUSED_ROWS = min(NUM_ROWS, 256)  # elements of a hidden state: rows of logits that a head can hold at a time
-HEAD_ROWS = {"fused": FUSED_ROWS, "screened": min(NUM_ROWS, 64)}  # of a batch
+HEAD_ROWS = {"quantised": FUSED_ROWS, "fused": FUSED_ROWS, "screened": min(NUM_ROWS, 64)}  # of a batch
 HOSTILE_ROWS = 8 if DRY_RUN else 64
 AT_ONCE = 16 if DEVICE.type == "cuda" else 1  # positions of a call: a GPU is idle between small ones
 POSITIONS = 2 if DRY_RUN else 1600  # of a batch of legal or forbidden
@@ -240,20 +241,22 @@ def later(params: BatchParams, steps: int = 1) -> BatchParams:
     return dataclasses.replace(params, position=params.position + steps)
 
 
-def drawn_by(path: str, rows: Rows) -> torch.Tensor:
-    """The tokens of these rows: of logits in memory, or of a head."""
+def drawn_by(path: str, rows: Rows) -> tuple[Rows, torch.Tensor]:
+    """The tokens of these rows, of logits in memory or of a head, and the rows that are drawn from: a quantised head
+    has other ones."""
     if path not in HEAD_ROWS:
-        return sample_from_logits(rows.logits, rows.params).token_ids
-    case = rows.case()
+        return rows, sample_from_logits(rows.logits, rows.params).token_ids
+    rows, case = rows.quantised() if path == "quantised" else (rows, rows.case())
     screen = Screen(case.head, len(rows.logits)) if path == "screened" else None
-    return Head(case.head, screen=screen).draw(case.hidden, rows.params, path=path).token_ids
+    drawn = Head(case.head, screen=screen).draw(case.hidden, rows.params, path="fused" if screen is None else path)
+    return rows, drawn.token_ids
 
 
 def count_reference(section: str, path: str, part: Part, goal: float) -> Counter[str]:
     totals, num_rows = Counter[str](), HEAD_ROWS.get(path, NUM_ROWS)
     for index in part.batches(goal, num_rows, section):
-        rows = random_rows(MIXES[section], index, num_rows, DEVICE)
-        token, want = drawn_by(path, rows), reference(rows.edited, rows.params)
+        rows, token = drawn_by(path, random_rows(MIXES[section], index, num_rows, DEVICE))
+        want = reference(rows.edited, rows.params)
         totals["rows"] += num_rows
         totals["different"] += int((~want.near_tie & (token != want.token)).sum())
         totals["near_ties"] += int(want.near_tie.sum())

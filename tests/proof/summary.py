@@ -134,6 +134,7 @@ def by_path(name: str, wrong: str, total: str, least: float, paths: Iterable[str
 
 
 PATHS = ("cpu", "logits", "fused", "screened")  # ways to draw a token
+GIVEN_WEIGHTS = ("fused", "screened", "quantised")  # ways to draw a token from the products of a head
 LOGPROB_PATHS = ("cpu", "logits", "fused", "prompts", "ranks")  # ways to logprobs
 
 
@@ -332,7 +333,7 @@ GOALS: dict[str, tuple[Goal, ...]] = {
             "such rows of a head",
             "0 of 1e6",
             ("heads", "different", "rows", 1e6),
-            PATHS[2:],
+            GIVEN_WEIGHTS,
             ENDED,
         ),
         exact(
