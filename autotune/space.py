@@ -15,7 +15,7 @@ import itertools
 import json
 from typing import Any
 
-from ..kernels.config import LIMBS, ReadConfig, ScreenConfig, TileConfig, next_power_of_2
+from ..kernels.config import LIMBS, MIN_BLOCK_D, ReadConfig, ScreenConfig, TileConfig, next_power_of_2
 from ..kinds import CONFIGS, BatchKind, Config, SamplingPath
 from ..tables.lookup import stage_bytes
 
@@ -178,7 +178,7 @@ class Space:
             axes["min_splits"] = axes["min_splits"] if self.truncate else (1,)
         elif self.path == FUSED:
             widest = next_power_of_2(self.limits.hidden)
-            axes["block_d"] = tuple(size for size in axes["block_d"] if size <= widest) or (max(16, widest),)
+            axes["block_d"] = tuple(size for size in axes["block_d"] if size <= widest) or (max(MIN_BLOCK_D, widest),)
             axes["descriptors"] = axes["descriptors"][:2] if self.limits.tma else ("none",)
             axes["rows_first"] = axes["rows_first"] if self.block_b >= MIN_ROWS_FIRST else (False,)
             if self.limits.quantised:  # as the right operand, converted weights go through shared memory once more

@@ -17,10 +17,14 @@ MAX_CANDIDATE_GROUPS = 512
 MAX_SPLITS = 512  # parts that a vocabulary is cut into where logits are read: the reduction has room for no more
 MAX_SCREEN_ROWS_PER_TILE = 128
 LIMBS = 2  # int8 numbers per element of a hidden state, on the screened path
+MIN_BLOCK_D = 32  # hidden elements per step of the fused pass
 MIN_CHUNK = 16  # groups per rescoring program
 MIN_RESCORED_ROWS = 16  # rows of the batch in a rescoring program: what a tensor-core instruction takes
 # No more threads than pairs of a chunk's groups and a block's 16 rows or more: each pair is one thread's.
 MAX_RESCORE_WARPS = MIN_CHUNK // 2
+_REGISTERS, _WARPS = 65_536, 64  # of a multiprocessor
+_REGISTER_LOT = 8  # a thread's registers are a multiple
+_MOST_REGISTERS = 255  # of a thread
 MAX_TRUNCATED_ROWS_PER_TILE = 128  # two integers hold so many flags (epilogue.flags_as_bits)
 
 
@@ -94,15 +98,24 @@ class TileConfig:
     one_launch: bool = False
 
     def __post_init__(self) -> None:
-        smallest = {"block_b": 16, "block_v": 2 * GROUP_SIZE, "block_d": 16, "num_warps": 1, "reduce_rows": 1}
+        smallest = {"block_b": 16, "block_v": 2 * GROUP_SIZE, "block_d": MIN_BLOCK_D, "num_warps": 1, "reduce_rows": 1}
         _require_powers_of_two(self, smallest)
         _require_positive(self, "stages", "ctas_per_sm")
         _require_whole_reductions(self)
 
     @functools.cached_property
+    def max_registers(self) -> int | None:
+        """Registers per thread with which ``ctas_per_sm`` programs have room; None where no thread has more."""
+        warps = min(self.num_warps * self.ctas_per_sm, _WARPS)
+        room = _REGISTERS // (32 * warps) // _REGISTER_LOT * _REGISTER_LOT
+        return None if room >= _MOST_REGISTERS else room
+
+    @functools.cached_property
     def compiled(self) -> TileConfig:
         """The fields that the kernel's code depends on: configs that differ elsewhere share a binary."""
-        return dataclasses.replace(self, ctas_per_sm=1, reduce_rows=self.reduce_rows if self.one_launch else 1)
+        programs = 1 if self.max_registers is None else self.ctas_per_sm
+        reduce_rows = self.reduce_rows if self.one_launch else 1
+        return dataclasses.replace(self, ctas_per_sm=programs, reduce_rows=reduce_rows)
 
 
 @dataclasses.dataclass(frozen=True, order=True)

@@ -97,6 +97,25 @@ def bound_logits(logits, valid):
 
 
 @triton.jit
+def pack_bf16(logits):
+    """``[N, GROUP_SIZE, B]`` float32 that bfloat16 holds, as ``[N, GROUP_SIZE // 2, B]`` int32, two in each."""
+    bits = logits.to(tl.int32, bitcast=True)
+    # Ids i and i + 8 of a group: a tensor-core product leaves both with one thread.
+    halves = tl.reshape(bits, [bits.shape[0], 2, bits.shape[1] // 2, bits.shape[2]])
+    low, high = tl.split(tl.permute(halves, (0, 2, 3, 1)))
+    return ((low >> 16) & 0xFFFF) | (high & -65536)
+
+
+@triton.jit
+def unpack_bf16(words):
+    """The logits that ``pack_bf16`` has packed."""
+    low = (words << 16).to(tl.float32, bitcast=True)
+    high = (words & -65536).to(tl.float32, bitcast=True)
+    logits = tl.permute(tl.join(low, high), (0, 3, 1, 2))
+    return tl.reshape(logits, [words.shape[0], 2 * words.shape[1], words.shape[2]])
+
+
+@triton.jit
 def invert_temperature(temperature):
     """A flag per temperature, true where it is greedy, and the reciprocals: 1 where it is greedy, else that of the
     nearest number in [MIN_TEMPERATURE, MAX_TEMPERATURE]; NaN counts as the largest."""

@@ -64,6 +64,35 @@ def round_to_bf16(x):
 
 
 @triton.jit
+def unpack_e4m3(pairs):
+    """int16, each two numbers in float8_e4m3fn, as float16: those of the low bytes, and those of the high bytes."""
+    if _INTERPRETED:
+        low = (pairs & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
+        high = ((pairs >> 8) & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
+    else:
+        low, high = tl.inline_asm_elementwise(
+            """
+            {
+                .reg .b32 lows, highs;
+                .reg .b16 low, high, rest;
+                prmt.b32 lows, $2, 0, 0x4420;
+                prmt.b32 highs, $2, 0, 0x4431;
+                mov.b32 {low, rest}, lows;
+                mov.b32 {high, rest}, highs;
+                cvt.rn.f16x2.e4m3x2 $0, low;
+                cvt.rn.f16x2.e4m3x2 $1, high;
+            }
+            """,
+            "=r,=r,r",
+            [pairs],
+            dtype=(tl.float16, tl.float16),
+            is_pure=True,
+            pack=2,
+        )
+    return low, high
+
+
+@triton.jit
 def drop_nan(x):
     """Numbers of any float dtype, -inf in the place of each NaN; of bfloat16, two per instruction."""
     if _INTERPRETED or not x.dtype.is_bf16():

@@ -50,6 +50,7 @@ def launch(
     variant: tuple[Hashable, ...],
     *,
     early: bool = False,
+    max_registers: int | None = None,
 ) -> None:
     """Run ``kernel`` with ``arguments``, then ``constants`` (in the order of its signature).
 
@@ -58,13 +59,16 @@ def launch(
     must agree on all of these.
     early: while the launch before it still runs (``supports_early_launch``): the kernel itself waits for that one,
     before it reads what that wrote or writes anything. The constants say so too.
+    max_registers: per thread; what needs more goes to memory. The compiler decides where it is None.
     """
-    options = {"launch_pdl": True} if early else {}
+    options: dict[str, Any] = {"launch_pdl": True} if early else {}
+    if max_registers is not None:
+        options["maxnreg"] = max_registers
     if (compiled := _compiled.get()) is not None:
         _prepare(kernel, constants)
         compiled.append(kernel.warmup(*arguments, **constants, num_warps=num_warps, grid=(programs,), **options))
         return
-    key = (id(kernel), num_warps, variant, *constants.values())
+    key = (id(kernel), num_warps, max_registers, variant, *constants.values())
     binary = _BINARIES.get(key)
     if binary is None:
         _prepare(kernel, constants)

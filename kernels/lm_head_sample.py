@@ -14,8 +14,8 @@ A truncated row also leaves its logits behind (2 bytes each where they are bf16)
 launch; a third is empty for most batches. Other rows leave nothing.
 
 A quantised head (float8_e4m3fn and a scale per row) has a launch before these, which writes the hidden states as
-float16 (``scale_hidden.py``). Its weights become float16 in registers, one instruction for two, which is exact; scale
-and unit multiply the float32 sums, before anything else is done to a logit.
+float16 (``scale_hidden.py``). Its weights are loaded as pairs and become float16 in registers, one instruction for two,
+which is exact; scale and unit multiply the float32 sums, before anything else is done to a logit.
 
 The head is read once per block of rows. For a batch so large that a GEMM with ``[B, V]`` output is faster, a dispatcher
 chooses ``sample_logits``.
@@ -38,17 +38,19 @@ from .epilogue import (
     find_edits,
     flags_as_bits,
     invert_temperature,
+    pack_bf16,
     rows_truncated,
     score_groups,
     start_split,
     store_group_max,
     store_split,
     transform_logits,
+    unpack_bf16,
 )
 from .launch import launch, resident_programs, supports_early_launch
 from .params import ROW_POINTERS, BatchParams, LMHead, QuantizedOperands, SampleOutput
 from .reduce_splits import draw_if_last
-from .scale_hidden import scale_hidden
+from .scale_hidden import ORDERED, load_pairs, scale_hidden, weights_as_fp16
 from .split_launch import SplitLaunch
 from .workspace import Workspace
 
@@ -58,7 +60,7 @@ from .workspace import Workspace
     do_not_specialize_on_alignment=[*ROW_POINTERS],
 )
 def lm_head_sample_kernel(
-    weight,  # [V, D] pointer, or a descriptor of its [block_v, block_d] blocks
+    weight,  # [V, D] pointer, or a descriptor of its [block_v, block_d] blocks; of a quantised head, pairs or bytes
     hidden,  # [B, D] pointer, or a descriptor of its [block_b, block_d] blocks
     quantized,  # QuantizedOperands, with hidden states in float16; None where the weight is not quantised
     temperature_ptr,  # [B] f32
@@ -96,6 +98,7 @@ def lm_head_sample_kernel(
     BLOCK_V: tl.constexpr = TILE.block_v
     BLOCK_D: tl.constexpr = TILE.block_d
     NUM_GROUPS: tl.constexpr = BLOCK_V // rng.GROUP_SIZE
+    HIDDEN_WIDTH: tl.constexpr = D if quantized is None else tl.cdiv(D, ORDERED) * ORDERED
     TRUNCATE: tl.constexpr = truncation is not None
     BOUNDED: tl.constexpr = edits is not None or TRUNCATE or not WHOLE_GROUPS
     num_row_blocks = tl.cdiv(num_rows, BLOCK_B)
@@ -133,7 +136,12 @@ def lm_head_sample_kernel(
     end = vocab_size // rng.GROUP_SIZE * rng.GROUP_SIZE if WHOLE_GROUPS else vocab_size
 
     state = start_split(split, NUM_GROUPS, BLOCK_B)
+    # In half of the registers, a third program of a quantised head has room on a multiprocessor. Other heads have one
+    # or two, and packing takes them longer.
+    PACKED: tl.constexpr = quantized is not None and edits is None and softcap is None and LOGITS_DTYPE.is_bf16()
     best_logits = tl.full([NUM_GROUPS, rng.GROUP_SIZE, BLOCK_B], float("-inf"), tl.float32)  # in registers, beside it
+    if PACKED:
+        best_logits = pack_bf16(best_logits)
     for tile in tl.range(split, tl.cdiv(vocab_size, BLOCK_V), num_splits, flatten=TILE.flatten):
         first = tile * BLOCK_V
         offs_v = first + tl.arange(0, BLOCK_V)
@@ -141,21 +149,24 @@ def lm_head_sample_kernel(
             scale = tl.load(quantized.scale + offs_v, mask=offs_v < vocab_size, other=0.0)
         acc = tl.zeros([BLOCK_B, BLOCK_V] if TILE.rows_first else [BLOCK_V, BLOCK_B], tl.float32)
         for d in tl.range(0, D, BLOCK_D, num_stages=TILE.stages):
-            mask_d = d + offs_d < D
-            if TILE.tma:
+            if quantized is not None:
+                if TILE.tma:
+                    pairs = weight.load([first, d // 2])
+                else:
+                    pairs = load_pairs(weight, weight_stride, offs_v, d // 2, vocab_size, D, BLOCK_D // 2)
+                blk_w = weights_as_fp16(pairs)
+            elif TILE.tma:
                 blk_w = weight.load([first, d])
             else:
                 blk_w = tl.load(
                     weight + offs_v.to(tl.int64)[:, None] * weight_stride + (d + offs_d)[None, :],
-                    mask=(offs_v < vocab_size)[:, None] & mask_d[None, :],
+                    mask=(offs_v < vocab_size)[:, None] & (d + offs_d < D)[None, :],
                     other=0.0,
                 )
-            if quantized is not None:
-                blk_w = blk_w.to(tl.float16)
             if TILE.hidden_tma:
                 blk_h = tl.trans(hidden.load([first_row, d]))
             else:
-                blk_h = tl.load(hidden_ptrs + d, mask=exists[None, :] & mask_d[:, None], other=0.0)
+                blk_h = tl.load(hidden_ptrs + d, mask=exists[None, :] & (d + offs_d < HIDDEN_WIDTH)[:, None], other=0.0)
             if TILE.rows_first:
                 acc = tl.dot(tl.trans(blk_h), tl.trans(blk_w), acc, input_precision="ieee")
             else:
@@ -189,12 +200,14 @@ def lm_head_sample_kernel(
         if TRUNCATE:
             store_group_max(buffer, peak, first // rng.GROUP_SIZE, offs_b, keep, num_groups)
         state, better = add_tile(state, tile, score, mass, peak, inv_temperature, TRUNCATE, KEEP_MASS)
-        best_logits = tl.where(better[:, None, :], logits, best_logits)
+        best_logits = tl.where(better[:, None, :], pack_bf16(logits) if PACKED else logits, best_logits)
 
     best_group = (vocab_start + state.tile * BLOCK_V) // rng.GROUP_SIZE + offs_g[:, None]
     top_score, top_group, chosen = best_of_slots(state.score, best_group, TOP_GROUPS)
-    best_logits = tl.reshape(best_logits, [NUM_GROUPS // TOP_GROUPS, TOP_GROUPS, rng.GROUP_SIZE, BLOCK_B])
-    top_logits = tl.sum(tl.where(chosen[:, :, None, :], best_logits, 0.0), axis=0)
+    best_logits = tl.reshape(best_logits, [NUM_GROUPS // TOP_GROUPS, TOP_GROUPS, best_logits.shape[1], BLOCK_B])
+    top_logits = tl.sum(tl.where(chosen[:, :, None, :], best_logits, 0), axis=0)
+    if PACKED:
+        top_logits = unpack_bf16(top_logits)
     if not BOUNDED:
         top_logits = bound_logits(top_logits, True)
     store_split(
@@ -302,15 +315,16 @@ def lm_head_sample(
             spec.vocab_size,
             spec.vocab_start,
             splits,
-            head.weight.stride(0),
+            head.addressed.stride(0),
             hidden.stride(0),
             shared.features.logit_scale,
             shared.features.softcap,
             shared.features.given_edits,
         ),
-        {"D": hidden.shape[1], **shared.constants, "KEEP_ALL": spec.batch_invariant, "EARLY": early},
+        {"D": head.weight.shape[1], **shared.constants, "KEEP_ALL": spec.batch_invariant, "EARLY": early},
         tile.num_warps,
         (hidden.device.index, head.variant, hidden.stride(0), hidden.data_ptr() % 16 == 0, *shared.variant),
         early=early,
+        max_registers=tile.max_registers,
     )
     return shared.draw(truncation_config)

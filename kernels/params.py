@@ -729,7 +729,17 @@ class LMHead:
     @functools.cached_property
     def supports_tma(self) -> bool:
         """Whether tensor descriptors can address the weight."""
-        return supports_tma(self.weight)
+        return supports_tma(self.addressed) and self.addressed.dtype is not torch.uint8
+
+    @functools.cached_property
+    def addressed(self) -> torch.Tensor:
+        """The weight as kernels of the fused pass address it: of a quantised head as ``[V, D // 2]`` int16, pairs of
+        weights, or as ``[V, D]`` uint8 where rows start at odd addresses or end within a pair."""
+        weight = self.weight
+        if self.scale is None:
+            return weight
+        in_pairs = not (weight.shape[1] % 2 or weight.stride(0) % 2 or weight.data_ptr() % 2)
+        return weight.view(torch.int16 if in_pairs else torch.uint8)
 
     def check_not_quantised(self) -> None:
         """Raise ValueError for a quantised head, where single rows of the weight are read without their scale."""
@@ -747,7 +757,7 @@ class LMHead:
     @functools.cached_property
     def variant(self) -> tuple:
         """The facts about this head that a compiled kernel depends on, beside its constants."""
-        weight, scale = self.weight, self.scale
+        weight, scale = self.addressed, self.scale
         return (
             weight.dtype,
             weight.stride(0),
@@ -762,8 +772,9 @@ class LMHead:
     def weight_operand(self, tile: TileConfig) -> torch.Tensor | TensorDescriptor:
         """The kernel's argument for the weight: a descriptor of the tile's blocks, or the tensor."""
         if not tile.tma:
-            return self.weight
-        return descriptor(self._descriptors, self.weight, (tile.block_v, tile.block_d))
+            return self.addressed
+        block_d = tile.block_d if self.scale is None else tile.block_d // 2
+        return descriptor(self._descriptors, self.addressed, (tile.block_v, block_d))
 
 
 def _place_of(weight: torch.Tensor, scale: torch.Tensor | None) -> tuple:

@@ -17,6 +17,7 @@ from .config import (
     MAX_CANDIDATE_GROUPS,
     MAX_DRAW_SPLITS,
     MAX_SCREEN_ROWS_PER_TILE,
+    MIN_BLOCK_D,
     MIN_CHUNK,
     MIN_RESCORED_ROWS,
     ScreenConfig,
@@ -89,9 +90,9 @@ class BufferOperands(NamedTuple):
 
 
 class HalfHidden(NamedTuple):
-    """Hidden states as float16, in units of a power of two per row (``scale_hidden.py``)."""
+    """Hidden states as float16, in units of a power of two per row, in an order of their own (``scale_hidden.py``)."""
 
-    states: Any  # [B, D] f16
+    states: Any  # [B, D] f16, D up to a multiple of MIN_BLOCK_D
     unit: Any  # [B] f32
 
 
@@ -211,16 +212,16 @@ class Workspace:
         return held[:num_rows, :width]
 
     def half_hidden(self, num_rows: int, width: int) -> HalfHidden:
-        """Room for ``[num_rows, width]`` hidden states as float16, in rows that start at multiples of ``GROUP_SIZE``
-        elements; allocates for the first batch and for one larger than all before."""
-        stride = cdiv(width, GROUP_SIZE) * GROUP_SIZE
+        """Room for ``[num_rows, width]`` hidden states as float16, ``width`` up to a multiple of ``MIN_BLOCK_D``;
+        allocates for the first batch and for one larger than all before."""
+        stride = cdiv(width, MIN_BLOCK_D) * MIN_BLOCK_D
         held = self._half
         if held is None or held.states.shape[1] != stride or held.states.shape[0] < num_rows:
             rows = num_rows if held is None or held.states.shape[1] != stride else _grown(len(held.states), num_rows)
             held = self._half = None  # the old one goes before the new one comes
             states = torch.empty(rows, stride, dtype=torch.float16, device=self.device)
             held = self._half = HalfHidden(states, torch.empty(rows, dtype=torch.float32, device=self.device))
-        return HalfHidden(held.states[:num_rows, :width], held.unit)
+        return HalfHidden(held.states[:num_rows], held.unit)
 
     def logits_buffer(self, num_rows: int, spec: LogitsSpec, rounding: torch.dtype, *, edited: bool) -> LogitsBuffer:
         """Room for the logits of truncated rows; allocates for the first batch and for one larger than all before.

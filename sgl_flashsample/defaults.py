@@ -19,6 +19,7 @@ from .files import read_plain
 from .kernels.config import (
     DEFAULT_TRUNCATION,
     GROUP_SIZE,
+    MIN_BLOCK_D,
     ReadConfig,
     ScreenConfig,
     TileConfig,
@@ -218,7 +219,7 @@ def _interpreted(traits: HeadTraits, path: SamplingPath, num_rows: int) -> Confi
         return ReadConfig(
             block_b, cover(traits.vocab_size, 2 * GROUP_SIZE, 2**20 // block_b), 4, ctas_per_sm=1, reduce_rows=block_b
         )
-    block_d = cover(traits.hidden_size, 16, 256)
+    block_d = cover(traits.hidden_size, MIN_BLOCK_D, 256)
     block_b = cover(num_rows, 16, 128)
     block_v = cover(traits.vocab_size, 32, 2**19 // max(block_b, block_d))
     if path is SamplingPath.FUSED:
@@ -226,7 +227,7 @@ def _interpreted(traits: HeadTraits, path: SamplingPath, num_rows: int) -> Confi
     return ScreenConfig(
         block_b,
         block_v,
-        max(32, block_d),
+        block_d,
         4,
         1,
         flatten=False,

@@ -16,7 +16,7 @@ UNSCREENED = tuple(kind for kind in BATCH_KINDS if not kind.screen)
 SCREENED = tuple(kind for kind in BATCH_KINDS if kind.screen)
 # Few programs, for they are interpreted, and several splits, so that they are joined.
 TILE = TileConfig(16, 64, 32, 4, 1, ctas_per_sm=2, flatten=False, tma=False)
-WIDE = TileConfig(32, 128, 16, 4, 1, flatten=False, tma=False)
+WIDE = TileConfig(32, 128, 64, 4, 1, flatten=False, tma=False)
 READ = ReadConfig(4, 64, 4, ctas_per_sm=2)
 LONG = ReadConfig(1, 128, 2, ctas_per_sm=3)
 SCREEN = ScreenConfig(16, 64, 32, 4, 1, flatten=False, tma=False, rescore_d=32, rescore_stages=1)

@@ -127,7 +127,7 @@ def test_all_batches_of_a_head_take_one_tile(family, itemsize):
 def test_the_vocabulary_is_cut_alike_for_all_batches(monkeypatch):
     head = LMHead(torch.empty(32_000, 16, dtype=torch.bfloat16, device="cpu"), batch_invariant=True)
     others = LMHead(head.weight)
-    tile = TileConfig(16, 64, 16, 4, 1)
+    tile = TileConfig(16, 64, 32, 4, 1)
     monkeypatch.setattr("sgl_flashsample.kernels.lm_head_sample.resident_programs", lambda *_: 132)
     assert {num_splits(head, rows, tile) for rows in range(1, 600)} == {132}
     assert len({num_splits(others, rows, tile) for rows in range(1, 600)}) > 1

@@ -76,7 +76,7 @@ def test_an_entry_is_one_line_that_says_what_differs_from_the_defaults_and_the_e
 names = st.text("abcdefgh-_+.0123456789é", min_size=1, max_size=12)
 times = st.floats(0.001, 1e6)
 sizes = st.sampled_from
-tiles = st.builds(TileConfig, sizes((16, 64)), sizes((32, 256)), sizes((16, 128)), sizes((4, 8)), st.integers(1, 8))
+tiles = st.builds(TileConfig, sizes((16, 64)), sizes((32, 256)), sizes((32, 128)), sizes((4, 8)), st.integers(1, 8))
 readers = st.builds(ReadConfig, sizes((1, 8)), sizes((32, 512)), sizes((1, 4)), min_splits=st.integers(1, 512))
 screens = st.builds(ScreenConfig, sizes((8, 64)), st.just(64), sizes((32, 128)), sizes((4, 8)), st.integers(1, 8))
 
@@ -234,7 +234,7 @@ def test_a_text_that_is_no_table_is_refused_in_one_line(text, message):
         # Within all bounds on single fields; a reader of 65,536 ids for one warp compiles for a minute and a half.
         ("logits", {"block_b": 1, "block_v": 65_536, "num_warps": 1}, 4),
         ("logits", {"block_b": 64, "block_v": 512, "num_warps": 1}, 2),
-        ("fused", {"block_b": 256, "block_v": 256, "block_d": 16, "num_warps": 2, "stages": 1}, 4),
+        ("fused", {"block_b": 256, "block_v": 256, "block_d": 32, "num_warps": 2, "stages": 1}, 4),
         ("fused", {"block_b": 16, "block_v": 256, "block_d": 256, "num_warps": 2, "stages": 1}, 4),
         ("screened", {"block_b": 128, "block_v": 256, "block_d": 32, "num_warps": 2, "stages": 1}, 4),
         ("screened", {"block_b": 8, "block_v": 64, "block_d": 64, "num_warps": 4, "stages": 1, "rescore_v": 1024}, 8),

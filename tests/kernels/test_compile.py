@@ -27,9 +27,9 @@ SPILLS |= {"rescore_groups_kernel": 16, "read_groups_kernel": 16, "read_ids_kern
 SPILLS_ON = {80: {"sample_logits_kernel": 8, "summarize_logits_kernel": 8}}
 SPILLS_ON |= {100: {"lm_head_sample_kernel": 16, "sample_logits_kernel": 16, "screen_head_kernel": 8}}
 SPILLS_ON[100] |= {"top_logprobs_kernel": 16, "rescore_groups_kernel": 24}
-# Weights on their way to a tensor core take registers, beside sums and best logits of a tile of 256 ids and 64 rows.
-# With Triton 3.6 it spills 40 bytes, only with logprobs.
-SPILLS_QUANTISED = {90: {"lm_head_sample_kernel": 152}}
+# Weights on their way to a tensor core take registers, beside sums and best logits. Of 64 rows and more, tiles that
+# spill are faster on an H200 than those that do not.
+SPILLS_QUANTISED = {90: {"plain": 96, "truncate": 48, "edit": 184, "edit+truncate": 408}}
 EVERYWHERE = {"lm_head_sample_kernel", "sample_logits_kernel", "sample_truncated_kernel", "search_truncated_kernel"}
 EVERYWHERE |= {"quantize_hidden_kernel", "screen_head_kernel", "list_groups_kernel", "rescore_groups_kernel"}
 EVERYWHERE |= {
@@ -70,8 +70,9 @@ def assert_fits(resources: list[dict], capability: int, kinds: tuple[str, ...]) 
         for path, suffix in (("fused", ""), ("logits", ""), ("screened", "+screen"))[: 2 if capability == 89 else 3]:
             assert any(used["launch"].startswith(f"{path}, {kind}{suffix}, ") for used in resources), (path, kind)
     for used in resources:
-        quantised = SPILLS_QUANTISED.get(capability, {}) if "float8_e4m3fn" in used["launch"] else {}
-        allowed = (SPILLS | SPILLS_ON.get(capability, {}) | quantised).get(used["kernel"], 0)
+        allowed = (SPILLS | SPILLS_ON.get(capability, {})).get(used["kernel"], 0)
+        if used["kernel"] == "lm_head_sample_kernel" and "float8_e4m3fn" in used["launch"]:
+            allowed = SPILLS_QUANTISED.get(capability, {}).get(used["launch"].split(", ")[1], allowed)
         assert used["spilled"] <= allowed, f"{used} spills on sm{capability}"
         assert used["shared"] <= SHARED[capability], f"{used} does not fit on sm{capability}"
 

@@ -16,7 +16,7 @@ from sgl_flashsample.kernels.reference import allowed_ref, truncated_sample_ref
 pytestmark = pytest.mark.slow
 # Interpreted, one program for a thousand rows.
 WIDE = {
-    "fused": TileConfig(64, 128, 64, 4, 3) if CUDA else TileConfig(512, 1024, 16, 4, 1, tma=False, reduce_rows=512),
+    "fused": TileConfig(64, 128, 64, 4, 3) if CUDA else TileConfig(512, 1024, 32, 4, 1, tma=False, reduce_rows=512),
     "logits": ReadConfig(1, 512, 1) if CUDA else ReadConfig(512, 1024, 4, ctas_per_sm=1, reduce_rows=512),
     "screened": None,
 }

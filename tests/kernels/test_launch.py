@@ -79,6 +79,9 @@ def test_what_a_binary_depends_on_asks_for_another():
         before = len(of.asked)
         launch(of, 1, (), constants, num_warps, variant)
         assert len(of.asked) == before + 1, changed
+    before = len(kernel.asked)
+    launch(kernel, 1, (), {"A": 1, "B": 2}, 4, ("variant",), max_registers=128)
+    assert kernel.asked[before:] == [((1,), (), {"A": 1, "B": 2, "num_warps": 4, "maxnreg": 128})]
     assert kernel.ran == other.ran == []
 
 

@@ -227,7 +227,7 @@ def test_one_launch_reduces_no_more_rows_at_a_time_than_a_tile_has(config):
 
 def test_configs_that_differ_in_nothing_that_is_compiled_share_a_binary():
     """Configurations that differ in a compiled property do not share one."""
-    launch_only = {TileConfig: {"ctas_per_sm": 3, "reduce_rows": 4}}
+    launch_only = {TileConfig: {"ctas_per_sm": 2, "reduce_rows": 4}}
     launch_only[ReadConfig] = {"ctas_per_sm": 3, "reduce_rows": 4, "min_splits": 9}
     for config in (TILE, READ):
         for field in dataclasses.fields(config):
@@ -237,6 +237,13 @@ def test_configs_that_differ_in_nothing_that_is_compiled_share_a_binary():
             assert (other.compiled == config.compiled) == (field.name in launch_only[type(config)]), field.name
     one = dataclasses.replace(TILE, one_launch=True)
     assert dataclasses.replace(one, reduce_rows=4).compiled != one.compiled, "its own program reduces"
+
+
+@pytest.mark.parametrize("warps, programs, registers", [(4, 2, None), (4, 3, 168), (8, 2, 128), (16, 9, 32)])
+def test_as_many_programs_as_a_tile_asks_for_have_room_for_their_registers(warps, programs, registers):
+    tile = dataclasses.replace(TILE, num_warps=warps, ctas_per_sm=programs)
+    assert tile.max_registers == registers
+    assert (tile.compiled.ctas_per_sm == 1) == (registers is None), "another binary"
 
 
 def test_the_edits_that_are_given_are_known():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import itertools
 
 import pytest
@@ -120,6 +121,15 @@ def test_a_hidden_size_that_no_block_divides_is_read_to_its_end(device, hidden, 
     assert_equal_to_reference(case, draw("fused", case, config), 0.2)
 
 
+def test_a_byte_behind_the_last_weight_of_a_row_is_not_read_as_one(device):
+    """It is no number, and so is any product with it."""
+    case = make_case(5, 300, device, dtype=E4M3, hidden=65)
+    held = torch.full((300, 80), math.nan, device=device).to(E4M3)
+    held[:, :65] = case.head.weight
+    wide = dataclasses.replace(case, head=LMHead(held[:, :65], scale=case.head.scale))
+    assert torch.equal(draw("fused", wide).scores, draw("fused", case).scores)
+
+
 def test_rows_at_any_distance_and_any_address_are_the_weights_rows(device):
     case = make_case(5, 300, device, dtype=E4M3, hidden=40)
     held, scales = torch.zeros(3 + 300 * 57, device=device).to(E4M3), torch.zeros(301, device=device)
@@ -160,7 +170,9 @@ def test_hidden_states_of_any_size_are_kept_and_their_unit_is_undone(device, dty
     hidden[-3, 5], hidden[-2, 5], hidden[-1, 5] = float("inf"), float("-inf"), float("nan")
     half = Workspace(1, device).half_hidden(len(hidden), 300)
     scale_hidden(hidden.to(device), half)
-    got = (half.states.double() * half.unit.double()[: len(hidden), None]).cpu()
+    # Of each 32 elements, those at even places come first.
+    place = torch.tensor([k - k % 32 + k % 2 * 16 + k % 32 // 2 for k in range(300)])
+    got = (half.states.double() * half.unit.double()[: len(hidden), None]).cpu()[:, place]
     want = hidden.double()
     finite = want.isfinite()
     assert torch.equal(got[~finite].nan_to_num(7.0), want[~finite].nan_to_num(7.0))
@@ -222,7 +234,7 @@ def test_a_workspace_serves_batches_of_every_size_one_after_the_other(device):
     states = workspace.half_hidden(17, 32).states
     draw("fused", case, workspace=workspace)
     assert workspace.half_hidden(40, 32).states.data_ptr() == states.data_ptr()
-    assert workspace.half_hidden(1, 40).states.stride(0) == 48
+    assert workspace.half_hidden(1, 40).states.stride(0) == 64
 
 
 def test_hidden_states_of_another_dtype_are_refused(device):
