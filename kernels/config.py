@@ -254,7 +254,7 @@ class TruncationConfig:
     gather: int = 32
 
     def __post_init__(self) -> None:
-        smallest = {field.name: 1 for field in dataclasses.fields(self)} | {"block": 8}  # a thread loads 8 logits
+        smallest = {field.name: 1 for field in dataclasses.fields(self)} | {"block": GROUP_SIZE}
         _require_powers_of_two(self, smallest)
         largest = {"candidate_groups": MAX_CANDIDATE_GROUPS, "splits": MAX_DRAW_SPLITS}
         _require_at_most(self, largest | {"search_splits": MAX_DRAW_SPLITS})

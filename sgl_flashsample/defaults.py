@@ -197,7 +197,7 @@ def _serving(traits: HeadTraits, num_rows: int, kind: BatchKind, path: SamplingP
 def truncation_config(family: str, itemsize: int, vocab_size: int) -> TruncationConfig:
     """How truncated rows are drawn, whatever the batch size and the path."""
     if family == INTERPRETED:
-        block = min(max(8, next_power_of_2(vocab_size)), 2**16)
+        block = min(max(GROUP_SIZE, next_power_of_2(vocab_size)), 2**16)
         return TruncationConfig(1, 4, block, search_splits=1, search_warps=4, window=2, gather=64)
     fields = builtin_table(family, itemsize).truncation
     return TruncationConfig(**fields) if fields else DEFAULT_TRUNCATION

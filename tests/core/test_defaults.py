@@ -206,7 +206,7 @@ def test_interpreted_choices_are_few_programs_within_the_interpreters_block_limi
 def test_truncated_rows_of_one_head_are_drawn_alike_whatever_the_batch():
     assert truncation_config("sm90", 2, 151_936) == truncation_config("sm100", 4, 32_000)
     assert truncation_config("sm80", 2, 151_936).gather == 16, "of a small shared memory"
-    assert [truncation_config(INTERPRETED, 4, vocab).block for vocab in (1, 600, 10**6)] == [8, 1024, 2**16]
+    assert [truncation_config(INTERPRETED, 4, vocab).block for vocab in (1, 600, 10**6)] == [16, 1024, 2**16]
 
 
 def test_a_batch_kind_has_one_name_and_its_fallback_is_the_kind_without_what_is_least_missed():

@@ -208,7 +208,7 @@ def test_bad_logits_are_refused_by_name(options, message):
         (SCREEN, "rescore_v", 8, "a power of two of at least 16"),
         (TruncationConfig(), "splits", 32, "16 or fewer"),
         (TruncationConfig(), "search_splits", 3, "a power of two of at least 1"),
-        (TruncationConfig(), "block", 4, "a power of two of at least 8"),
+        (TruncationConfig(), "block", 8, "a power of two of at least 16"),
         (TruncationConfig(), "candidate_groups", 1024, "512 or fewer"),
         (TruncationConfig(), "window", 2.0, "a power of two of at least 1"),
     ],

@@ -510,7 +510,7 @@ def test_a_token_of_another_position_is_counted_and_the_references_is_not(load, 
     right = draws.drawn_by
 
     def of_the_next_position(path, rows):
-        return right(path, dataclasses.replace(rows, params=draws.later(rows.params)))
+        return rows, right(path, dataclasses.replace(rows, params=draws.later(rows.params)))[1]
 
     monkeypatch.setattr(draws, "drawn_by", of_the_next_position)
     assert draws.count_exact(section, path, whole, 60)["different"] > 5
