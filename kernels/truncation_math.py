@@ -411,7 +411,7 @@ def mass_of_top_k(
     """Mass of the tokens that top-k leaves, ties included, relative to the largest logit: by bisection over the float32
     values."""
     # k or more logits are above low, fewer than k above high
-    low = float_to_ordered(bound).to(tl.int64) - tl.where(bound == float("-inf"), 0, 1)
+    low = tl.where(bound == float("-inf"), float_to_ordered(bound).to(tl.int64), key_below(bound, 0))
     high = float_to_ordered(largest).to(tl.int64)
     mass = tl.full([], 0.0, tl.float32)
     while high - low > 0:

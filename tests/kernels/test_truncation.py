@@ -213,6 +213,16 @@ def test_a_logit_of_zero_is_a_number_like_any_other(device, path, name):
     assert_equal_to_reference(case, drawn, 0.01)
 
 
+@on_every_path
+def test_zeros_tied_at_the_end_of_a_top_k_are_in_the_mass_that_top_p_is_a_share_of(device, path):
+    """Thirty ones, and zeros, of which top-k 100 leaves all: the ones have less than .3 of that mass."""
+    values = [1.0 if i % 64 == 3 and i < 1920 else 0.0 for i in range(2048)]
+    case = spelled_out(values, 24, device).with_params(
+        temperature=torch.ones(24, device=device), truncation=limits(24, device, top_k=100, top_p=0.3, min_p=0.01)
+    )
+    assert_equal_to_reference(case, draw(path, case, truncation_config=TruncationConfig()), 0.01)
+
+
 def distinct(num_values: int, num_rows: int, device: torch.device, step: float, **limit) -> Case:
     """Logits 0, step, 2 step, ... in every row, in this order."""
     case = spelled_out([step * i for i in range(num_values)], num_rows, device)
