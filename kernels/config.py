@@ -22,7 +22,7 @@ MIN_CHUNK = 16  # groups per rescoring program
 MIN_RESCORED_ROWS = 16  # rows of the batch in a rescoring program: what a tensor-core instruction takes
 # No more threads than pairs of a chunk's groups and a block's 16 rows or more: each pair is one thread's.
 MAX_RESCORE_WARPS = MIN_CHUNK // 2
-_REGISTERS, _WARPS = 65_536, 64  # of a multiprocessor
+_REGISTERS, _MOST_WARPS = 65_536, 64  # of a multiprocessor
 _REGISTER_LOT = 8  # a thread's registers are a multiple
 _MOST_REGISTERS = 255  # of a thread
 MAX_TRUNCATED_ROWS_PER_TILE = 128  # two integers hold so many flags (epilogue.flags_as_bits)
@@ -73,15 +73,14 @@ def _require_whole_reductions(config: TileConfig | ReadConfig) -> None:
 class TileConfig:
     """One point of the launch space of ``lm_head_sample``.
 
-    block_b: rows of the batch per tile; block_v: vocabulary ids per tile; block_d: hidden elements per
-    step. num_warps, stages: warps per program and depth of the software pipeline. ctas_per_sm: resident
-    programs per multiprocessor. flatten: merge the tile loop and the hidden loop, so that the next
-    tile's loads are in flight during an epilogue. tma, hidden_tma: load the head, the hidden states
-    through tensor descriptors (compute capability 9.0 and newer). reduce_rows: rows of the batch per
-    program of the reduction. rows_first: the batch is the left operand, which wants 64 rows or more; a
-    group of ids is then in 4 lanes of a warp and not in 8, and its sums take a third of the shuffles.
-    one_launch: without a truncation, the last program of a block of rows reduces its splits, ``reduce_rows``
-    rows at a time, instead of a second launch.
+    block_b: rows of the batch per tile; block_v: vocabulary ids per tile; block_d: hidden elements per step.
+    num_warps, stages: warps per program and depth of the software pipeline. ctas_per_sm: resident programs per
+    multiprocessor, and so the most registers of a thread. flatten: merge the tile loop and the hidden loop, so that
+    the next tile's loads are in flight during an epilogue. tma, hidden_tma: load the head, the hidden states through
+    tensor descriptors (compute capability 9.0 and newer). reduce_rows: rows of the batch per program of the reduction.
+    rows_first: the batch is the left operand, which wants 64 rows or more; a group of ids is then in 4 lanes of a warp
+    and not in 8, and its sums take a third of the shuffles. one_launch: without a truncation, the last program of a
+    block of rows reduces its splits, ``reduce_rows`` rows at a time, instead of a second launch.
     """
 
     block_b: int
@@ -103,17 +102,21 @@ class TileConfig:
         _require_positive(self, "stages", "ctas_per_sm")
         _require_whole_reductions(self)
 
+    @property
+    def _programs(self) -> int:
+        return min(self.ctas_per_sm, cdiv(_MOST_WARPS, self.num_warps))
+
     @functools.cached_property
     def max_registers(self) -> int | None:
-        """Registers per thread with which ``ctas_per_sm`` programs have room; None where no thread has more."""
-        warps = min(self.num_warps * self.ctas_per_sm, _WARPS)
-        room = _REGISTERS // (32 * warps) // _REGISTER_LOT * _REGISTER_LOT
+        """Registers of a thread, of which ``ctas_per_sm`` programs, or as many as there can be, have room for all their
+        threads; None where that is no limit."""
+        room = _REGISTERS // (32 * self.num_warps * self._programs) // _REGISTER_LOT * _REGISTER_LOT
         return None if room >= _MOST_REGISTERS else room
 
     @functools.cached_property
     def compiled(self) -> TileConfig:
         """The fields that the kernel's code depends on: configs that differ elsewhere share a binary."""
-        programs = 1 if self.max_registers is None else self.ctas_per_sm
+        programs = 1 if self.max_registers is None else self._programs
         reduce_rows = self.reduce_rows if self.one_launch else 1
         return dataclasses.replace(self, ctas_per_sm=programs, reduce_rows=reduce_rows)
 

@@ -738,7 +738,8 @@ class LMHead:
         weight = self.weight
         if self.scale is None:
             return weight
-        in_pairs = not (weight.shape[1] % 2 or weight.stride(0) % 2 or weight.data_ptr() % 2)
+        odd = (one % 2 for one in (weight.shape[1], weight.stride(0), weight.storage_offset(), weight.data_ptr()))
+        in_pairs = not any(odd)
         return weight.view(torch.int16 if in_pairs else torch.uint8)
 
     def check_not_quantised(self) -> None:

@@ -5,8 +5,8 @@ is drawn from the groups of its largest logits. In other rows the allowed tokens
 threshold. The threshold is not known, but a given token is allowed or not by the count and the mass of the larger
 logits. So candidates are taken from the groups that the splits have left behind, best score first. A candidate that is
 not allowed rules out every smaller logit, so each next candidate has a larger one. One pass over the groups with a
-larger logit than the first candidate's measures all of them at once. A few programs share a row; the last one to finish
-adds up and decides. A row whose candidates are all forbidden, or not certain to be the next, is left to
+larger logit than the first candidate's measures all candidates at once. A few programs share a row; the last one to
+finish adds up and decides. A row whose candidates are all forbidden, or not certain to be the next, is left to
 ``search_truncated``: its status is negative.
 """
 
@@ -156,7 +156,7 @@ def _measure_candidates(
     lanes = tl.arange(0, LANES)
     offs_i = lanes % HALVES * _LOADED
     scale = inv_temperature * LOG2_E
-    # A row is cut in the same way whatever its neighbours are: its sums do not depend on them.
+    # A row is cut in the same way whatever its neighbours are: what is summed here does not depend on them.
     share = tl.cdiv(num_groups, SPLITS)
     num_own = SPLITS // num_programs
     # What does not change from part to part is computed again: kept, it would take the registers of a second program.

@@ -28,7 +28,7 @@ from .params import LogitsSpec, descriptor
 
 MAX_TOP_GROUPS = 8  # groups that a split leaves behind per truncated row
 GROUPS_PER_BLOCK = 8  # groups that the search handles as one
-MEASURED_CANDIDATES = 4  # tokens that one pass over a row's logits measures
+MEASURED_CANDIDATES = 4  # tokens that one pass over a row's largest groups measures
 CANDIDATE_GROUPS = 64  # groups that these come from
 PARTIALS = 2 * MEASURED_CANDIDATES  # numbers that each part of a row leaves behind in that pass
 SUMMARY_IDS = 4096  # ids whose exp-sum one program of ``summarize_logits`` leaves behind

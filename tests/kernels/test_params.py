@@ -241,6 +241,7 @@ def test_configs_that_differ_in_nothing_that_is_compiled_share_a_binary():
 
 @pytest.mark.parametrize("warps, programs, registers", [(4, 2, None), (4, 3, 168), (8, 2, 128), (16, 9, 32)])
 def test_as_many_programs_as_a_tile_asks_for_have_room_for_their_registers(warps, programs, registers):
+    """No more than a multiprocessor has at once, which is four of 16 warps."""
     tile = dataclasses.replace(TILE, num_warps=warps, ctas_per_sm=programs)
     assert tile.max_registers == registers
     assert (tile.compiled.ctas_per_sm == 1) == (registers is None), "another binary"

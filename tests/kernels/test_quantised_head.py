@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import itertools
+import math
 
 import pytest
 import torch
@@ -128,6 +128,14 @@ def test_a_byte_behind_the_last_weight_of_a_row_is_not_read_as_one(device):
     held[:, :65] = case.head.weight
     wide = dataclasses.replace(case, head=LMHead(held[:, :65], scale=case.head.scale))
     assert torch.equal(draw("fused", wide).scores, draw("fused", case).scores)
+
+
+def test_memory_that_begins_at_an_odd_address_may_hold_a_weight_at_an_even_one():
+    held = torch.zeros(68, dtype=torch.uint8).numpy()
+    odd = torch.from_numpy(held[1 - held.ctypes.data % 2 :])
+    weight = odd[1:65].view(E4M3).view(4, 16)
+    assert (weight.data_ptr() % 2, weight.storage_offset() % 2) == (0, 1)
+    assert LMHead(weight, scale=torch.ones(4)).addressed.data_ptr() == weight.data_ptr()
 
 
 def test_rows_at_any_distance_and_any_address_are_the_weights_rows(device):
