@@ -79,7 +79,9 @@ SCREENED_AXES: dict[str, Axis] = {
     "rescore": _tiles(
         "rescore_v rescore_d rescore_warps",
         *((64, 256, 4), (64, 128, 4), (64, 64, 8), (64, 128, 8), (32, 256, 4), (16, 512, 4), (64, 256, 8)),
-    ),
+        (32, 256, 8),
+    )
+    | _tiles("rescore_v rescore_d rescore_warps rescore_stages", (32, 512, 4, 3)),
     "ids": {
         "pipeline": {"prefetch": False},
         "prefetch": {"prefetch": True},
