@@ -317,7 +317,7 @@ def test_every_section_of_exact_tokens_and_every_path_is_counted(dry_run, load):
     assert {(row["section"], row["path"]) for row in counted} == {
         *both,
         *((section, "logits") for section in ("reference", "hostile", "temperatures")),
-        *(("heads", path) for path in ("fused", "screened")),
+        *(("heads", path) for path in ("quantised", "fused", "screened")),
         *(("logprobs", path) for path in ("logits", "prompts", "fused", "ranks")),
     }
     assert {row["section"] for row in counted} == set(load("draws").PROGRAMS["exact"].sections)
