@@ -178,7 +178,7 @@ def test_hidden_states_of_any_size_are_kept_and_their_unit_is_undone(device, dty
     hidden[-3, 5], hidden[-2, 5], hidden[-1, 5] = float("inf"), float("-inf"), float("nan")
     half = Workspace(1, device).half_hidden(len(hidden), 300)
     scale_hidden(hidden.to(device), half)
-    # Of each 32 elements, those at even places come first.
+    # Elements at even places come first in each 32.
     place = torch.tensor([k - k % 32 + k % 2 * 16 + k % 32 // 2 for k in range(300)])
     got = (half.states.double() * half.unit.double()[: len(hidden), None]).cpu()[:, place]
     want = hidden.double()
