@@ -64,7 +64,7 @@ same rounds. ``--fast``: three batch sizes of seven.
 BATCHES = (3,) if DRY_RUN else (1, 2, 4, 8, 16, 17, 32, 64, 65, 128, 129, 256, 512)
 FAST_BATCHES = (3,) if DRY_RUN else (1, 16, 64, 129, 256)
 RACED = ("t1", "k50p90", "greedy")
-COMPARED = (*RACED, "edits")
+COMPARED = (*RACED, "edits", "edits+k50p90")
 # A cell is slower than the older tree's if all of its interval, of a ratio with this error, is beyond the tolerance.
 TOLERANCE, ALPHA = 0.01, 1e-4
 MORE_ROUNDS = 24  # for a cell that seems slower
