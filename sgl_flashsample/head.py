@@ -15,6 +15,7 @@ from .dispatch import DispatchTable, default_table, reading_table
 from .flashinfer_path import FlashInferError, give_up, unsupported_batch
 from .kernels.config import ReadConfig
 from .kernels.params import BatchParams, LMHead, LogitsSpec, SampleOutput
+from .kernels.sample_own_ids import OwnIds
 from .kernels.workspace import LogprobWorkspace, Workspace
 from .kinds import BatchKind, Config, SamplingPath
 from .logprobs import Logprobs, WantedLogprobs, check_wanted
@@ -339,6 +340,15 @@ class Head:
         scratch = self._scratch_of_rows(len(logits), spec)
         workspace = None if scratch is None else scratch.draw
         return paths.read_logits(logits, spec, params, workspace, return_logprob=return_logprob)
+
+    def draw_from_own_ids(self, logits: torch.Tensor, own: OwnIds, params: BatchParams) -> SampleOutput:
+        """Draw one of the ids in ``own`` per row of their logits, ``[B, H]`` or wider, before scale and softcap. Raises
+        ValueError as ``draw``, and for a truncation or edits."""
+        check_rows("logits", logits)
+        check_params(params)
+        spec = self._spec_of_rows(own.vocab_size)
+        scratch = self._scratch_of_rows(len(logits), spec)
+        return paths.read_own_ids(logits, own, spec, params, None if scratch is None else scratch.draw)
 
     def _scratch_of_rows(self, num_rows: int, spec: LogitsSpec) -> LogprobScratch | None:
         kept = self._rows_scratch

@@ -34,7 +34,9 @@ from .kernels.launch import is_compiling_only
 from .kernels.lm_head_sample import lm_head_sample, num_splits, workspace_slots
 from .kernels.logit_summary import LogitRows
 from .kernels.params import BatchParams, LMHead, LogitsSpec, SampleOutput, check_tensor
+from .kernels.reference import transform_ref
 from .kernels.sample_logits import read_slots, sample_logits
+from .kernels.sample_own_ids import OwnIds, sample_own_ids
 from .kernels.screened_sample import screened_sample
 from .kernels.workspace import LogprobWorkspace, Workspace
 from .kinds import BatchKind, Config, SamplingPath
@@ -275,11 +277,7 @@ def read_logits(
     """Draw one token per row of logits that are in memory, as the built-in choice for them says."""
     if draws_in_host_memory(logits.device):
         return sample_on_cpu(logits, spec, params, return_logprob=return_logprob)
-    family, itemsize = family_of_device(logits.device), max(2, logits.element_size())
-    kind = BatchKind.of(params)._replace(greedy=False)
-    traits = HeadTraits(family, itemsize, spec.vocab_size, hidden_size=0)
-    config = default_config_on(traits, SamplingPath.LOGITS, logits.shape[0], kind)
-    assert isinstance(config, ReadConfig)
+    family, itemsize, config = _reader_of(logits, spec, params)
     with on_device_of(logits):
         return sample_logits(
             logits,
@@ -290,6 +288,35 @@ def read_logits(
             workspace=workspace,
             truncation_config=truncation_config(family, itemsize, spec.vocab_size),
         )
+
+
+def _reader_of(logits: torch.Tensor, spec: LogitsSpec, params: BatchParams) -> tuple[str, int, ReadConfig]:
+    """The family of the device, bytes per logit, and the built-in choice of a reader."""
+    family, itemsize = family_of_device(logits.device), max(2, logits.element_size())
+    kind = BatchKind.of(params)._replace(greedy=False)
+    traits = HeadTraits(family, itemsize, spec.vocab_size, hidden_size=0)
+    config = default_config_on(traits, SamplingPath.LOGITS, logits.shape[0], kind)
+    assert isinstance(config, ReadConfig)
+    return family, itemsize, config
+
+
+def read_own_ids(
+    logits: torch.Tensor,  # [B, H] or wider
+    own: OwnIds,
+    spec: LogitsSpec,
+    params: BatchParams,
+    workspace: Workspace | None = None,
+) -> SampleOutput:
+    """Draw one of the ids in ``own`` per row of their logits; in host memory through rows as wide as the vocabulary."""
+    if draws_in_host_memory(logits.device):
+        rounding = logits.dtype if spec.logits_dtype is None else spec.logits_dtype
+        options = {"logit_scale": spec.logit_scale, "softcap": spec.softcap}
+        seen = transform_ref(logits[:, : own.size].double(), rounding, **options).float()
+        wide = seen.new_full((len(logits), own.vocab_size), float("-inf"))
+        wide.index_copy_(1, own.token_ids[: own.size], seen)
+        return sample_on_cpu(wide, LogitsSpec(own.vocab_size), params)
+    with on_device_of(logits):
+        return sample_own_ids(logits, own, spec, params, _reader_of(logits, spec, params)[2], workspace=workspace)
 
 
 def read_logits_with_logprobs(

@@ -1,9 +1,8 @@
 """Coupled drafts of a draft model that has some of the target's ids: EAGLE3's, or one with a token map (FR-Spec, arXiv
 2502.14856).
 
-The noise of a token belongs to its id in the target's vocabulary (``kernels/rng.py``). So the draft model's logits are
-put where the target has these ids, among minus infinities, and a draft is drawn from that row as the target's token
-will be from its own. A group of ids has the mass of those that the draft model has.
+The noise of a token belongs to its id in the target's vocabulary (``kernels/rng.py``): drafts are drawn with that of
+the ids which the draft model's rows stand for (``kernels/sample_own_ids.py``).
 """
 
 from __future__ import annotations
@@ -12,8 +11,9 @@ import torch
 
 from ..head import Head
 from ..kernels.params import BatchParams, LMHead
+from ..kernels.sample_own_ids import OwnIds
 
-MAX_ROWS = 64  # drawn at a time: their logits stand in rows as wide as the target's vocabulary
+MAX_ROWS = 256  # drawn at a time: their logits are in memory of their own
 
 
 def unsupported_ids(token_ids: torch.Tensor, lm_head: LMHead, vocab_size: int) -> str | None:
@@ -24,9 +24,6 @@ def unsupported_ids(token_ids: torch.Tensor, lm_head: LMHead, vocab_size: int) -
     ordered = token_ids.sort().values
     if not (ordered[0] >= 0 and ordered[-1] < vocab_size and (ordered[1:] > ordered[:-1]).all()):
         return f"the draft model's ids are not different ones from 0 to {vocab_size - 1}"
-    # Minus infinity would become a logit that can be drawn.
-    if lm_head.softcap is not None or not (1.0 if lm_head.logit_scale is None else lm_head.logit_scale) > 0:
-        return "the draft model has some of the target's ids, and a softcap or a scale that is not positive"
     return None
 
 
@@ -39,19 +36,17 @@ class OwnVocabulary:
 
     def __init__(self, head: Head, token_ids: torch.Tensor, vocab_size: int) -> None:
         lm_head = head.lm_head
-        device, rounding = lm_head.weight.device, lm_head.rounding
-        self._head, self._vocab_size, self.max_rows = head, vocab_size, MAX_ROWS
-        self._token_ids = token_ids.to(device)
+        device = lm_head.weight.device
+        token_ids = token_ids.to(device)
+        self._head, self.max_rows = head, MAX_ROWS
+        self._ids = OwnIds(token_ids, vocab_size, in_order=bool((token_ids[1:] > token_ids[:-1]).all()))
         self._places = torch.zeros(vocab_size, dtype=torch.int64, device=device)
-        self._places[self._token_ids] = torch.arange(len(token_ids), device=device)
-        self._logits = torch.full((self.max_rows, vocab_size), float("-inf"), dtype=rounding, device=device)
+        self._places[token_ids] = torch.arange(len(token_ids), device=device)
         hidden = torch.zeros(self.max_rows, lm_head.weight.shape[1], dtype=lm_head.hidden_dtype, device=device)
-        self._own = head.logits(hidden).clone()
+        self._logits = head.logits(hidden).clone()
         head.reserve_rows(self.max_rows, vocab_size)
 
     def draw(self, hidden: torch.Tensor, params: BatchParams) -> torch.Tensor:
         """``[N]`` int64: the draft of each of up to ``max_rows`` rows, as a row of the draft model's head."""
-        logits = self._logits[: len(hidden)]
-        own = self._head.logits(hidden, out=self._own[: len(hidden)])[:, : len(self._token_ids)]
-        logits.index_copy_(1, self._token_ids, own.to(logits.dtype))
-        return self._places[self._head.draw_from_logits(logits, params, vocab_size=self._vocab_size).token_ids]
+        logits = self._head.logits(hidden, out=self._logits[: len(hidden)])
+        return self._places[self._head.draw_from_own_ids(logits, self._ids, params).token_ids]

@@ -608,18 +608,6 @@ def test_where_drafts_cannot_be_coupled_they_are_greedy_and_the_log_says_why(
     assert line.endswith("with the target's noise" if words is None else f"they are greedy: {words}")
 
 
-@pytest.mark.parametrize(
-    ("fields", "is_supported"),
-    [({}, True), ({"logit_scale": 0.5}, True), ({"softcap": 30.0}, False), ({"logit_scale": -1.0}, False)],
-    ids=str,
-)
-def test_ids_that_a_draft_model_lacks_must_have_a_logit_of_minus_infinity(device, fields, is_supported):
-    lm_head = LMHead(weights(device)[: len(OWN_IDS)], **fields)
-    reason = own_vocabulary.unsupported_ids(OWN_IDS.to(device), lm_head, VOCAB)
-    words = "the draft model has some of the target's ids, and a softcap or a scale that is not positive"
-    assert reason == (None if is_supported else words)
-
-
 UNDRAWN: dict[str, tuple[dict[str, Any], Callable[[Server], None]]] = {
     "the draft model has 2 places that compute logits; expected 1": ({"others": 1}, lambda drafting: None),
     "AttributeError: 'NoneType' object has no attribute 'size'": (
