@@ -202,7 +202,22 @@ def launches_beside_a_draw(choices: str) -> Iterator[tuple[str, Callable[[], Any
     tables = (torch.zeros(3, 8, dtype=torch.int64) for _ in range(4))
     yield "path of drafts", functools.partial(follow_drafts, *tables)
     yield "table of rows", functools.partial(launch_row_table, torch.zeros(16, 64, dtype=torch.bfloat16))
+    yield from own_id_launches()
     yield from logprob_launches(choices)
+
+
+def own_id_launches() -> Iterator[tuple[str, Callable[[], Any]]]:
+    """The launches that draw from logits of some of the ids, with columns in their order and in any."""
+    from sgl_flashsample.kernels.params import BatchParams, LogitsSpec
+    from sgl_flashsample.kernels.sample_own_ids import OwnIds
+    from sgl_flashsample.paths import read_own_ids
+
+    ids, row = torch.arange(0, VOCAB, 7), torch.zeros(2, dtype=torch.int64)
+    for in_order in (True, False):
+        own = OwnIds(ids, VOCAB, in_order=in_order)
+        logits = torch.zeros(2, len(ids), dtype=torch.bfloat16)
+        name = f"draw from {len(ids)} ids, {'in order' if in_order else 'in any order'}"
+        yield name, functools.partial(read_own_ids, logits, own, LogitsSpec(VOCAB), BatchParams(torch.ones(2), row, row))
 
 
 def found_by_rank(num_rows: int, k: int, num_ids: int, offset: int = 0) -> tuple[Any, Any, torch.Tensor]:
