@@ -25,7 +25,8 @@ profile  calls per decode step, stock and ours, counted in profiler traces (``st
 
 ``--tp``, ``--pp``: GPUs of each server. Its rows say so, and how many bytes a rank receives per row of a step.
 ``--speculation``: drafts of n-grams in both servers, ``--draft-tokens`` per step; its rows say so. With dummy weights
-they tell what a step costs, not how many drafts are accepted.
+they tell what a step costs, not how many drafts are accepted. ``--deterministic``: servers of deterministic inference;
+its rows say so.
 
 Without ``--only`` the section is stock. ``--fast``: three samplings, three batch sizes, three pairs.
 """
@@ -62,6 +63,7 @@ from sgl_flashsample.model_config import shard_of
 from sgl_flashsample.sglang.exchange import bytes_received
 from sgl_flashsample.sglang.model_graph import MODEL_GRAPHS_VARIABLE
 from sgl_flashsample.sglang.support import RANKS_VARIABLE, SPECULATION_VARIABLE
+from sgl_flashsample.switches import DETERMINISTIC_VARIABLE
 from sgl_flashsample.tools import markov
 from sgl_flashsample.tools.bench import (
     COUNTERS_EVERY,
@@ -147,6 +149,8 @@ class ModelRun:
         self.about = {"tp": options.tp, "pp": options.pp} if options.tp * options.pp > 1 else {}
         if options.speculation:
             self.about |= {"speculation": options.speculation, "draft_tokens": options.draft_tokens}
+        if options.deterministic:
+            self.about |= {"deterministic": True}
 
     @contextlib.contextmanager
     def servers(self, backends: Backends) -> Iterator[dict[str, Server]]:
@@ -194,6 +198,9 @@ class ModelRun:
             arguments += ["--speculative-algorithm", self.options.speculation]
             arguments += ["--speculative-num-draft-tokens", str(self.options.draft_tokens)]
             variables = variables | {SPECULATION_VARIABLE: "1"}
+        if self.options.deterministic:
+            arguments += ["--enable-deterministic-inference"]
+            variables = variables | {DETERMINISTIC_VARIABLE: "1"}
         if backend in (oracle.BACKEND, decision_plane.BACKEND):
             file = Path((oracle if backend == oracle.BACKEND else decision_plane).__file__)
             path = [str(oracle.install(model, file)), os.environ.get("PYTHONPATH", "")]
@@ -416,6 +423,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--pp", type=int, default=1, help="pipeline stages of each server")
     parser.add_argument("--speculation", choices=("NGRAM",), help="speculative decoding in each server")
     parser.add_argument("--draft-tokens", type=int, default=8, help="nodes that a step verifies, with --speculation")
+    parser.add_argument("--deterministic", action="store_true", help="deterministic inference in each server")
     parser.add_argument("--together", action="store_true", help="start all servers at once: with warm caches, sooner")
     server_options(parser, "flashsample-serve", memory_share=0.55)
 
@@ -444,8 +452,8 @@ def run(options: Any, result: Result) -> int:
 
 
 # Fields that tell cells apart.
-PLACE = ("section", "model", "tp", "pp", "speculation", "draft_tokens", "sampling", "batch", "prompt_tokens")
-PLACE += ("backend", "screen")
+PLACE = ("section", "model", "tp", "pp", "deterministic", "speculation", "draft_tokens", "sampling", "batch")
+PLACE += ("prompt_tokens", "backend", "screen")
 BENCHMARKS = {
     "serve": Benchmark(
         __doc__, run, add_options, prepare, SECTIONS, (STOCK,), PLACE, ("sampling", "batch", "backend", "screen")

@@ -158,6 +158,7 @@ def gpus(folder: Path = RESULTS) -> list[str]:
 def served(row: Row) -> str:
     """The model, its ranks where there are several, and its drafts where it has some."""
     about = [f"{name} {row[name]}" for name in ("tp", "pp") if row.get(name, 1) > 1]
+    about += ["deterministic"] * ("deterministic" in row)
     if "speculation" in row:
         about.append(f"{row['draft_tokens']} drafts of {row['speculation']}")
     return ", ".join([row["model"], *about])
@@ -232,7 +233,7 @@ def _traffic(sides: dict[str, Row]) -> Pair | None:
     return Pair(stock, stock * ratio["of"], rate=True, low=ratio["low"], high=ratio["high"])
 
 
-SERVER = ("model", "tp", "pp", "speculation", "sampling", "batch")
+SERVER = ("model", "tp", "pp", "deterministic", "speculation", "sampling", "batch")
 CLIENTS = ("model", "pp", "arrivals", "clients", "sampling")
 DRAFTS = ("model", "algorithm", "draft_tokens", "error", "batch", "temperature")
 
@@ -345,7 +346,7 @@ def _step(gpu: str, folder: Path, vocab: int, hidden: int, batch: int, sampling:
 def eight(folder: Path) -> Table | None:
     """The eight numbers of the page. A number without its file is left out."""
     big = {"model": "qwen3-8b", "batch": STANDING}
-    one_gpu = big | {"tp": None, "pp": None}
+    one_gpu = big | {"tp": None, "pp": None, "deterministic": None}
     head_8b = (151936, 4096, 16)
     drafts = {"model": "qwen3-1.7b", "algorithm": "STANDALONE", "batch": 32, "temperature": 1.0}
 

@@ -185,6 +185,8 @@ def test_the_server_benchmark_measures_pairs_and_host_time(dry_run):
     drafted = dry_run("serve", "--speculation", "NGRAM", "--draft-tokens", "4", "--keep", *arguments)["rows"]
     assert drafted[: len(several)] == several, "rows without drafts stay"
     assert {(row["speculation"], row["draft_tokens"]) for row in drafted[len(several) :]} == {("NGRAM", 4)}
+    same_bits = dry_run("serve", "--deterministic", "--keep", *arguments)["rows"]
+    assert same_bits[: len(drafted)] == drafted and all(row["deterministic"] for row in same_bits[len(drafted) :])
     new = {(row["section"], row.get("backend"), row["batch"]): row for row in several if "tp" in row}
     assert new["stock", "flashsample", 8]["bytes_per_row"] == 20 and ("oracle", "oracle", 8) in new
     repeated = new["repeats", None, 1]
@@ -1019,7 +1021,8 @@ def rows_of_sections(data: dict) -> int:
     return count
 
 
-SETTINGS = ["model", "tp", "pp", "sampling", "batch", "prompt_tokens", "clients", "temperature", "error", "threads"]
+SETTINGS = ["model", "tp", "pp", "deterministic", "sampling", "batch", "prompt_tokens", "clients", "temperature"]
+SETTINGS += ["error", "threads"]
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
