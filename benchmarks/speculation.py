@@ -68,6 +68,7 @@ from servers import check_server_options, server_options
 from step_profile import correlation, events_of, record
 
 from sgl_flashsample.autotune.timing import Timing
+from sgl_flashsample.hot_vocab import MAPPED_SHARE
 from sgl_flashsample.kernels.reference import sample_ref
 from sgl_flashsample.sglang.drafts import DRAFTS_VARIABLE
 from sgl_flashsample.sglang.support import SPECULATION_VARIABLE
@@ -83,7 +84,6 @@ ALGORITHMS = ("NGRAM", "STANDALONE", "EAGLE", "EAGLE3", "NEXTN")
 DRAFTED = ("STANDALONE", "EAGLE", "EAGLE3", "NEXTN")  # by a model
 REJECTING = ("EAGLE", "EAGLE3", "NEXTN")
 MAPPED = ("EAGLE", "NEXTN")
-MAPPED_SHARE = 0.15  # of the target's ids
 TREE_WIDTH, TREE_DEPTH = 4, 5
 EXTEND_ATTENTION = "_fwd_kernel"  # serves several new tokens per row: a verification has it in each layer of the target
 # Kernels that end a verification

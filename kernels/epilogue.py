@@ -375,8 +375,8 @@ def add_tile(state, tile, score, mass, peak, inv_temperature, KEEP_SECOND: tl.co
         second = tl.maximum(second, tl.minimum(score, state.score))
     better = score > state.score  # strict, and tiles ascend: the first maximum wins a tie
     if KEEP_MASS:
-        # Every lane with ids of a group holds its peak and its mass, but one lane holds its score. A mask that is made of
-        # the score takes both into the layout of the score: a fraction of the registers.
+        # Every lane with ids of a group holds its peak and its mass, but one lane holds its score. A mask that is made
+        # of the score takes both into the layout of the score: a fraction of the registers.
         peak = tl.where(score > float("-inf"), peak, float("-inf"))
         mass = tl.where(score > float("-inf"), mass, 0.0)
         largest = tl.maximum(state.peak, peak)

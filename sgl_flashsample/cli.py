@@ -44,6 +44,11 @@ _SERVE_HELP = """\
 Starts SGLang's server with --sampling-backend flashsample. Arguments that are not listed here go to SGLang unchanged;
 `python -m sglang.launch_server --help` lists them.
 """
+_TRACE_MAP_HELP = """\
+Writes the ids that were counted most often, for EAGLE and NEXTN draft models: with --speculative-token-map, SGLang
+keeps the rows of these ids alone in the draft model's LM head. Answers do not depend on it. Where traffic has many
+other tokens, fewer drafts are accepted.
+"""
 _SERVE_ENVIRONMENT = """\
 environment (1 may also be spelt true, yes or on, and 0 false, no or off):
   FLASHSAMPLE_TUNED        the tuned table to use, as --tuned
@@ -99,12 +104,13 @@ bash: sgl-flashsample completion bash > ~/.local/share/bash-completion/completio
 zsh:  sgl-flashsample completion zsh > DIR/_sgl-flashsample, with DIR in $fpath
 """
 _TRACE_HELP = """\
-Token counts say how often each group of 16 ids is drawn. Count what your model draws: traffic differs, and counts of
-other text cover less of it.
+Token counts say how often each id is drawn. Count what your model draws: traffic differs, and counts of other text
+cover less of it.
 
 a running server: start it with FLASHSAMPLE_TRACE=hot.json in its environment; `show hot.json` at any time.
 answers that were kept: `ids answers.jsonl --model /models/Qwen3-8B -o hot.json`
 text, where there are none: `text corpus.txt --tokenizer /models/Qwen3-8B -o hot.json`
+drafts of the most frequent ids: `map hot.json -o map.pt`, then a server with --speculative-token-map map.pt
 """
 
 
@@ -469,16 +475,23 @@ def _add_trace(parser: argparse.ArgumentParser) -> None:
     ids = actions.add_parser("ids", help="count ids in JSON lines, as of answers that were kept")
     show = actions.add_parser("show", help="print what the most frequent ids cover")
     merge = actions.add_parser("merge", help="add up token counts, as of several servers")
+    about = "write the most frequent ids, for SGLang's --speculative-token-map"
+    mapped = actions.add_parser("map", help=about, description=_TRACE_MAP_HELP)
     for action, number, name, about in (
         (text, "*", "FILE", "UTF-8 text; - or none: stdin"),
         (ids, "*", "FILE", "JSON lines: lists of ids, or answers with output_ids or token_ids; - or none: stdin"),
         (show, 1, "HOT", "a file of token counts"),
         (merge, "+", "HOT", "files of token counts of one vocabulary"),
+        (mapped, 1, "HOT", "a file of token counts"),
     ):
         action.add_argument("files", nargs=number, default=["-"], metavar=name, help=about)
         action.add_argument("--json", action="store_true", help="print the summary as JSON")
         if action is not show:
-            action.add_argument("-o", "--out", required=action is merge, metavar="HOT", help="the file to write")
+            name = "MAP" if action is mapped else "HOT"
+            action.add_argument(
+                "-o", "--out", required=action in (merge, mapped), metavar=name, help="the file to write"
+            )
+    mapped.add_argument("--ids", type=int, metavar="N", help="number of ids (default: 15 %% of the vocabulary)")
     about = "a model's folder, its tokenizer.json, or a name that transformers' AutoTokenizer knows"
     text.add_argument("--tokenizer", required=True, dest="model", metavar="PATH|NAME", help=about)
     one = ids.add_mutually_exclusive_group(required=True)
@@ -495,6 +508,8 @@ def trace(options: argparse.Namespace) -> int:
     from .files import write_whole
     from .hot_vocab import HotVocab
 
+    if options.action == "map":
+        return _write_map(options, HotVocab.load(options.files[0]))
     interrupted = False
     if options.action in ("text", "ids"):
         counts, interrupted = _count(options)
@@ -509,6 +524,28 @@ def trace(options: argparse.Namespace) -> int:
         written = f"{out}: {counts.digest}" if out is not None else "not written: --out names a file to write"
         print(*counts.lines(), written, sep="\n")
     return _fail("interrupted: what was counted until then is above", INTERRUPTED) if interrupted else OK
+
+
+def _write_map(options: argparse.Namespace, counts: HotVocab) -> int:
+    """A list of ids as SGLang reads it."""
+    import torch
+
+    from .hot_vocab import MAPPED_SHARE
+
+    check_writable(options.out, "--out")
+    number = max(1, int(MAPPED_SHARE * counts.vocab)) if options.ids is None else options.ids
+    try:
+        ids = counts.most_frequent(number)
+    except ValueError as error:
+        raise ValueError(f"--ids: {error}") from None
+    torch.save(ids.tolist(), options.out)
+    covers = counts.ids[ids].sum() / counts.counted
+    if options.json:
+        print(json.dumps({"file": options.out, "vocab": counts.vocab, "ids": number, "covers": float(covers)}))
+    else:
+        print(f"{options.out}: {number:,} of {counts.vocab:,} ids, {covers:.2%} of the counted tokens")
+        print(f"serve with --speculative-token-map {options.out}")
+    return OK
 
 
 def _count(options: argparse.Namespace) -> tuple[HotVocab, bool]:

@@ -1,10 +1,9 @@
-"""Token counts: how often the traffic of a model draws each group of ids. Counted from text, from answers, or by a
-running server (``sglang/token_counts.py``). Needs no torch.
+"""Token counts: how often the traffic of a model draws each id. Counted from text, from answers, or by a running server
+(``sglang/token_counts.py``). Needs no torch.
 
 Drawn tokens are Zipf-like: a small part of the vocabulary carries most of the probability (SIMPLE, arXiv 2512.00719,
-section 5.3). Counts are per group of ``GROUP_SIZE`` ids that share one noise value (``kernels/rng.py``). The share of
-the drawn tokens in the first H groups estimates the paper's average hit ratio (section 5.4); it is a little too high
-where few tokens were counted, which ``unseen`` shows.
+section 5.3). A draft model whose LM head has the rows of these ids alone is faster and its drafts are nearly as often
+accepted (FR-Spec, arXiv 2502.14856): SGLang takes their list as ``--speculative-token-map``.
 
 A file of counts is data from elsewhere: everything in it is checked and bounded; a fault is named in one line.
 """
@@ -27,83 +26,77 @@ import numpy as np
 from msgspec import Meta
 
 from .files import BadFileError, one_line, parse_json, read_plain
-from .kernels.config import GROUP_SIZE, cdiv
 
-SCHEMA = "flashsample-hot/2"
-MAX_BYTES = 4 << 20
+SCHEMA = "flashsample-hot/3"
+MAX_BYTES = 16 << 20
 MAX_VOCAB = 1 << 21
 MAX_TOKENS = (1 << 53) - 1  # so that shares of all tokens are exact as float64
-LINE_GROUPS = 64  # per line of a file
-LINE_IDS = LINE_GROUPS * GROUP_SIZE
+LINE_IDS = 256  # per line of a file
 MAX_TEXT = 300  # characters of a name
+MAPPED_SHARE = 0.15  # of V, ids of a token map by default
 
 Text = Annotated[str, Meta(max_length=MAX_TEXT)]
 
 
 class HotVocab(msgspec.Struct, frozen=True, kw_only=True, eq=False, dict=True):
-    """How often tokens of each group were drawn: a file's fields.
+    """How often tokens of each id were drawn: a file's fields.
 
     vocab: V, ids of the whole vocabulary, not of a shard. name: of the model or tokenizer, "" where unknown. source:
-    the traffic that was counted. counted: number of tokens. digest: hash of the counts, "sha256:...". by_token: for
-    some numbers of ids, the share of the tokens that as many of the most frequent single ids cover; it tells what
-    grouping costs. counts: first id of a line -> tokens drawn from each of its groups; a line without any is left out.
-    notes: fields of the file that were ignored.
+    the traffic that was counted. counted: number of tokens. digest: hash of the counts, "sha256:...". counts: first id
+    of a line -> tokens drawn of each of its ids; a line without any is left out. notes: fields of the file that were
+    ignored.
     """
 
     schema: Annotated[str, Meta(pattern=rf"^{SCHEMA}(\.[0-9]{{1,3}})?$")]
     vocab: Annotated[int, Meta(ge=1, le=MAX_VOCAB)]
     name: Text = ""
     source: Text = ""
-    group_size: Annotated[int, Meta(ge=GROUP_SIZE, le=GROUP_SIZE)]
     counted: Annotated[int, Meta(ge=1, le=MAX_TOKENS)]
     digest: str
-    by_token: dict[Annotated[int, Meta(ge=1, le=MAX_VOCAB)], Annotated[float, Meta(ge=0.0, le=1.0)]] = {}
     counts: dict[Annotated[int, Meta(ge=0, le=MAX_VOCAB)], list[Annotated[int, Meta(ge=0, le=MAX_TOKENS)]]]
     notes: list[str] = []
 
     @classmethod
-    def of_groups(cls, vocab: int, groups: np.ndarray, **about: Any) -> HotVocab:
-        """Counts from ``[G]`` int64, tokens per group. about: name, source, by_token, notes."""
-        text = f"{vocab} {GROUP_SIZE} {' '.join(map(str, groups.tolist()))}"
-        lines = ((first, groups[first : first + LINE_GROUPS]) for first in range(0, len(groups), LINE_GROUPS))
+    def of_ids(cls, ids: np.ndarray, name: str = "", source: str = "", notes: list[str] | None = None) -> HotVocab:
+        """Counts from ``[V]`` int64, how often each id was drawn."""
+        text = f"{len(ids)} {' '.join(map(str, ids.tolist()))}"
+        lines = ((first, ids[first : first + LINE_IDS]) for first in range(0, len(ids), LINE_IDS))
         return cls(
             schema=SCHEMA,
-            vocab=vocab,
-            group_size=GROUP_SIZE,
-            counted=sum(groups.tolist()),  # those of a file may be more than an int64 holds
+            vocab=len(ids),
+            name=one_line(name),
+            source=one_line(source, MAX_TEXT),
+            counted=sum(ids.tolist()),  # those of a file may be more than an int64 holds
             digest=f"sha256:{hashlib.sha256(text.encode()).hexdigest()}",
-            counts={first * GROUP_SIZE: line.tolist() for first, line in lines if line.any()},
-            **about,
+            counts={first: line.tolist() for first, line in lines if line.any()},
+            notes=notes or [],
         )
 
-    @classmethod
-    def of_ids(cls, id_counts: np.ndarray, name: str = "", source: str = "") -> HotVocab:
-        """Counts from ``[V]`` int64, how often each id was drawn."""
-        vocab, covered = len(id_counts), _covered(id_counts)
-        groups = np.add.reduceat(id_counts, np.arange(0, vocab, GROUP_SIZE))
-        by_token = {size: round(float(covered[size - 1]), 6) for size in _reported_sizes(vocab)}
-        return cls.of_groups(vocab, groups, name=one_line(name), source=one_line(source, MAX_TEXT), by_token=by_token)
-
     @functools.cached_property
-    def groups(self) -> np.ndarray:
-        """``[G]`` int64, tokens per group."""
-        groups = np.zeros(cdiv(self.vocab, GROUP_SIZE), dtype=np.int64)
+    def ids(self) -> np.ndarray:
+        """``[V]`` int64, tokens per id."""
+        ids = np.zeros(self.vocab, dtype=np.int64)
         for first, line in self.counts.items():
-            part = groups[first // GROUP_SIZE :][:LINE_GROUPS]
+            part = ids[first:][:LINE_IDS]
             if first % LINE_IDS or len(part) != len(line):
                 expected = f"{len(part)}, and a first id that is a multiple of {LINE_IDS}"
                 raise BadFileError(f"counts.{first} has {len(line)} counts; expected {expected}")
             part[:] = line
-        return groups
+        return ids
 
     def plus(self, other: HotVocab) -> HotVocab:
-        """The sum of both; the shares of single ids are not known any more. Raises BadFileError for different
-        vocabularies."""
+        """The sum of both. Raises BadFileError for different vocabularies."""
         if self.vocab != other.vocab:
             raise BadFileError(f"one is of {self.vocab} ids, the other of {other.vocab}")
         origins = dict.fromkeys(filter(None, f"{self.source} + {other.source}".split(" + ")))
-        source = one_line(" + ".join(origins), MAX_TEXT)
-        return HotVocab.of_groups(self.vocab, self.groups + other.groups, name=self.name or other.name, source=source)
+        return HotVocab.of_ids(self.ids + other.ids, self.name or other.name, " + ".join(origins))
+
+    def most_frequent(self, number: int) -> np.ndarray:
+        """``[number]`` int64, ascending: the ids that were drawn most often, of equally frequent ones the lowest, which
+        tokenizers give to what is frequent. Raises ValueError."""
+        if not 1 <= number <= self.vocab:
+            raise ValueError(f"the number of ids is {number}; expected 1 to {self.vocab}")
+        return np.sort(np.argsort(-self.ids, kind="stable")[:number])
 
     @classmethod
     def loads(cls, text: str) -> HotVocab:
@@ -113,14 +106,11 @@ class HotVocab(msgspec.Struct, frozen=True, kw_only=True, eq=False, dict=True):
             file = msgspec.convert(data, cls, str_keys=True)
         except msgspec.ValidationError as error:
             raise BadFileError(one_line(str(error), MAX_TEXT)) from None
-        if beyond := [size for size in file.by_token if size > file.vocab]:
-            raise BadFileError(f"by_token has {beyond[0]} ids; expected {file.vocab} or fewer")
         if wrong := [text for text in (file.name, file.source) if not text.isprintable()]:
             raise BadFileError(f"a name is {one_line(ascii(wrong[0]))}; expected printable characters")
         unknown = sorted(data.keys() - set(cls.__struct_fields__))[:20]
-        about = {"name": file.name, "source": file.source, "by_token": file.by_token}
-        about["notes"] = [f"{one_line(name)} is not known to this release and is ignored" for name in unknown]
-        checked = cls.of_groups(file.vocab, file.groups, **about)
+        notes = [f"{one_line(name)} is not known to this release and is ignored" for name in unknown]
+        checked = cls.of_ids(file.ids, file.name, file.source, notes)
         if (file.counted, file.digest) != (checked.counted, checked.digest):
             raise BadFileError(
                 f"counted and digest are not those of its counts ({checked.counted}, {checked.digest}): "
@@ -149,29 +139,19 @@ class HotVocab(msgspec.Struct, frozen=True, kw_only=True, eq=False, dict=True):
     def summary(self) -> dict[str, Any]:
         """The counts for a person, as JSON.
 
-        unseen: an estimate of the share of further tokens whose group has not been drawn yet: groups drawn once over
-        tokens (Good 1953), with one more such group, so that few tokens do not pass for all. Where it is not small,
-        more has to be counted. by_id, by_group: the shares of the tokens that as many single ids, and as many ids in
-        whole groups, cover, the most frequent first.
+        unseen: an estimate of the share of further tokens whose id has not been drawn yet: ids drawn once over tokens
+        (Good 1953), with one more such id, so that few tokens do not pass for all. Where it is not small, more has to
+        be counted. coverage: the shares of the tokens that as many ids cover, the most frequent first.
         """
-        covered = _covered(self.groups)
+        covered = np.cumsum(np.sort(self.ids)[::-1]) / self.counted
         return {
             "name": self.name,
             "source": self.source,
             "vocab": self.vocab,
             "counted": self.counted,
-            "groups": len(self.groups),
-            "groups_seen": int(np.count_nonzero(self.groups)),
-            "unseen": min(1.0, (int((self.groups == 1).sum()) + 1) / self.counted),
-            "coverage": [
-                {
-                    "ids": size,
-                    "by_id": self.by_token.get(size),
-                    "groups": size // GROUP_SIZE,
-                    "by_group": float(covered[size // GROUP_SIZE - 1]),
-                }
-                for size in _reported_sizes(self.vocab)
-            ],
+            "ids_seen": int(np.count_nonzero(self.ids)),
+            "unseen": min(1.0, (int((self.ids == 1).sum()) + 1) / self.counted),
+            "coverage": [{"ids": size, "covers": float(covered[size - 1])} for size in _reported_sizes(self.vocab)],
             "digest": self.digest,
             "notes": self.notes,
         }
@@ -181,22 +161,16 @@ class HotVocab(msgspec.Struct, frozen=True, kw_only=True, eq=False, dict=True):
         facts = self.summary()
         about = ", ".join(filter(None, (self.name, self.source)))
         yield f"{self.counted:,} tokens counted{f' ({about})' if about else ''}"
-        yield f"{facts['groups_seen']:,} of {facts['groups']:,} groups of {GROUP_SIZE} ids seen (V = {self.vocab:,})"
-        yield f"at most about {100 * facts['unseen']:.2g} % of further tokens are in other groups"
+        yield f"{facts['ids_seen']:,} of {self.vocab:,} ids seen"
+        yield f"at most about {100 * facts['unseen']:.2g} % of further tokens have other ids"
         yield from (f"note: {note}" for note in self.notes)
-        yield f"{'ids':>9}  {'single ids cover':>16}  {'groups':>7}  {'groups cover':>12}"
+        yield f"{'ids':>9}  {'cover':>7}"
         for row in facts["coverage"]:
-            by_id = "not known" if row["by_id"] is None else f"{row['by_id']:.2%}"
-            yield f"{row['ids']:>9,}  {by_id:>16}  {row['groups']:>7,}  {row['by_group']:>12.2%}"
-
-
-def _covered(counts: np.ndarray) -> np.ndarray:
-    """The share of the tokens that the most frequent 1, 2, 3, ... of the counts cover: float64, as many."""
-    return np.cumsum(np.sort(counts)[::-1]) / max(1, counts.sum())
+            yield f"{row['ids']:>9,}  {row['covers']:>7.2%}"
 
 
 def _reported_sizes(vocab: int) -> list[int]:
-    """The numbers of ids at which coverage is reported: 256, 512, 1024, ... below V, each a whole number of groups."""
+    """The numbers of ids at which coverage is reported: 256, 512, 1024, ... below V."""
     return [1 << bits for bits in range(8, (vocab - 1).bit_length())]
 
 

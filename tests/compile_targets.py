@@ -217,7 +217,8 @@ def own_id_launches() -> Iterator[tuple[str, Callable[[], Any]]]:
         own = OwnIds(ids, VOCAB, in_order=in_order)
         logits = torch.zeros(2, len(ids), dtype=torch.bfloat16)
         name = f"draw from {len(ids)} ids, {'in order' if in_order else 'in any order'}"
-        yield name, functools.partial(read_own_ids, logits, own, LogitsSpec(VOCAB), BatchParams(torch.ones(2), row, row))
+        params = BatchParams(torch.ones(2), row, row)
+        yield name, functools.partial(read_own_ids, logits, own, LogitsSpec(VOCAB), params)
 
 
 def found_by_rank(num_rows: int, k: int, num_ids: int, offset: int = 0) -> tuple[Any, Any, torch.Tensor]:

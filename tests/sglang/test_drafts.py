@@ -19,7 +19,7 @@ from stats import coupled_acceptance
 from test_speculation import CHAIN, Original, verification
 
 from sgl_flashsample import sample_from_logits
-from sgl_flashsample.kernels.params import BatchParams, LMHead
+from sgl_flashsample.kernels.params import BatchParams
 from sgl_flashsample.kernels.workspace import ScreenCounter
 from sgl_flashsample.selfcheck import MAX_COMPILED_ROWS
 from sgl_flashsample.sglang import own_vocabulary

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from sgl_flashsample.files import BadFileError
-from sgl_flashsample.hot_vocab import GROUP_SIZE, LINE_IDS, MAX_BYTES, MAX_TOKENS, HotVocab
+from sgl_flashsample.hot_vocab import LINE_IDS, MAX_BYTES, MAX_TOKENS, HotVocab
 
 V = 50257
 
@@ -23,7 +23,6 @@ def zipf_counts(vocab: int, seed: int = 0) -> np.ndarray:
 
 
 IDS = zipf_counts(V)
-PER_GROUP = np.pad(IDS, (0, -V % 16)).reshape(-1, 16).sum(1)
 replace = msgspec.structs.replace
 COUNTS = HotVocab.of_ids(IDS, "a model", "text: a.txt")
 TEXT = COUNTS.dumps()
@@ -31,7 +30,7 @@ SMALL = HotVocab.of_ids(zipf_counts(1100), "m", "server").dumps()
 
 
 def same(a: HotVocab, b: HotVocab) -> bool:
-    return (a.digest, a.name, a.source, a.by_token) == (b.digest, b.name, b.source, b.by_token)
+    return (a.digest, a.name, a.source) == (b.digest, b.name, b.source)
 
 
 def changed(place: str, value: Any, text: str = TEXT) -> str:
@@ -51,50 +50,52 @@ def changed(place: str, value: Any, text: str = TEXT) -> str:
 # --- counts and their summary
 
 
-@pytest.mark.parametrize("vocab", [1, 127, 129, 50257, 151936, 151937])
-def test_every_id_is_counted_in_its_group_also_in_a_ragged_last_one(vocab):
-    per_id = np.zeros(vocab, dtype=np.int64)
+@pytest.mark.parametrize("vocab", [1, 255, 257, 50257, 151936])
+def test_every_id_is_counted_also_in_a_ragged_last_line(vocab):
+    ids = np.zeros(vocab, dtype=np.int64)
     for count, token in ((3, 0), (5, vocab // 2), (7, vocab - 1)):
-        per_id[token] = count
-    counts = HotVocab.of_ids(per_id)
-    want = np.zeros(-(-vocab // 16), dtype=np.int64)
-    for token in per_id.nonzero()[0]:
-        want[token // 16] += per_id[token]
-    assert GROUP_SIZE == 16
-    assert np.array_equal(counts.groups, want) and counts.counted == per_id.sum()
-    assert counts.summary()["groups_seen"] == np.count_nonzero(want)
+        ids[token] = count
+    counts = HotVocab.loads(HotVocab.of_ids(ids).dumps())
+    assert np.array_equal(counts.ids, ids) and counts.counted == ids.sum()
+    assert counts.summary()["ids_seen"] == np.count_nonzero(ids)
 
 
-def test_coverage_is_the_share_of_the_tokens_in_the_most_frequent_ids_and_groups():
-    by_id, by_group = (np.cumsum(np.sort(counts)[::-1]) / IDS.sum() for counts in (IDS, PER_GROUP))
+def test_coverage_is_the_share_of_the_tokens_of_the_most_frequent_ids():
+    covered = np.cumsum(np.sort(IDS)[::-1]) / IDS.sum()
     rows = COUNTS.summary()["coverage"]
     assert [row["ids"] for row in rows] == [256, 512, 1024, 2048, 4096, 8192, 16384, 32768]
     for row in rows:
-        assert row["groups"] == row["ids"] // 16
-        assert row["by_id"] == pytest.approx(by_id[row["ids"] - 1], abs=1e-6)
-        assert row["by_group"] == pytest.approx(by_group[row["groups"] - 1], rel=1e-12)
-        assert row["by_id"] >= row["by_group"] - 1e-6
+        assert row["covers"] == pytest.approx(covered[row["ids"] - 1], rel=1e-12)
     assert [row["ids"] for row in HotVocab.of_ids(np.ones(512, dtype=np.int64)).summary()["coverage"]] == [256]
 
 
-def test_the_share_of_unseen_groups_is_estimated_from_the_groups_seen_once():
-    """The estimate is near the true share of the groups without a drawn token."""
+def test_the_share_of_unseen_ids_is_estimated_from_the_ids_seen_once():
+    """The estimate is near the true share of the ids without a drawn token."""
     weights = 1 / np.arange(1, 2001)
     weights /= weights.sum()
-    drawn = np.random.default_rng(1).choice(2000, 5000, p=weights) * 16
-    counts = HotVocab.of_ids(np.bincount(drawn, minlength=32000))
-    missing = weights[counts.groups == 0].sum()
+    drawn = np.random.default_rng(1).choice(2000, 5000, p=weights)
+    counts = HotVocab.of_ids(np.bincount(drawn, minlength=2000))
+    missing = weights[counts.ids == 0].sum()
     assert missing > 0.03
     assert counts.summary()["unseen"] == pytest.approx(missing, rel=0.15)
     for tokens, least in ((3, 0.3), (1, 1.0)):  # few tokens prove little
         assert HotVocab.of_ids(np.bincount([0] * tokens, minlength=100)).summary()["unseen"] >= least
 
 
+def test_the_most_frequent_ids_are_ascending_and_the_lowest_of_equally_frequent_ones():
+    counts = HotVocab.of_ids(np.array([0, 4, 9, 4, 0, 4, 7]))
+    for number, ids in ((1, [2]), (2, [2, 6]), (3, [1, 2, 6]), (4, [1, 2, 3, 6]), (6, [0, 1, 2, 3, 5, 6])):
+        assert counts.most_frequent(number).tolist() == ids
+    for number in (0, 8):
+        with pytest.raises(ValueError, match=f"the number of ids is {number}; expected 1 to 7"):
+            counts.most_frequent(number)
+
+
 def test_counts_add_up_with_their_sources_and_only_of_one_vocabulary():
     other = HotVocab.of_ids(np.bincount([5, 5, 50256], minlength=V), "another", "server")
     both = COUNTS.plus(other)
-    assert np.array_equal(both.groups, COUNTS.groups + other.groups)
-    assert (both.name, both.source, both.by_token) == ("a model", "text: a.txt + server", {})
+    assert np.array_equal(both.ids, COUNTS.ids + other.ids)
+    assert (both.name, both.source) == ("a model", "text: a.txt + server")
     assert both.plus(other).source == both.source, "each source once"
     assert HotVocab.loads(both.dumps()).digest == both.digest
     many = both
@@ -102,7 +103,7 @@ def test_counts_add_up_with_their_sources_and_only_of_one_vocabulary():
         many = many.plus(replace(other, source=f"a long name of a file, number {place}"))
     assert HotVocab.loads(many.dumps()).source.endswith("...")
     with pytest.raises(BadFileError, match="one is of 50257 ids, the other of 50258"):
-        COUNTS.plus(HotVocab.of_ids(np.append(IDS, 1)))  # of as many groups
+        COUNTS.plus(HotVocab.of_ids(np.append(IDS, 1)))
 
 
 # --- its file
@@ -115,18 +116,16 @@ def test_what_is_written_is_read_back_and_written_the_same():
     assert HotVocab.loads(json.dumps(backwards)).dumps() == TEXT
 
 
-def test_a_changed_group_changes_the_line_of_its_ids_and_the_digest_and_empty_lines_are_left_out():
-    groups = COUNTS.groups.copy()
-    groups[3 * LINE_IDS // 16 + 5] += 1
-    about = {"name": COUNTS.name, "source": COUNTS.source, "by_token": COUNTS.by_token}
-    other = HotVocab.of_groups(V, groups, **about).dumps()
+def test_a_changed_count_changes_the_line_of_its_id_and_the_digest_and_empty_lines_are_left_out():
+    ids = IDS.copy()
+    ids[3 * LINE_IDS + 5] += 1
+    other = HotVocab.of_ids(ids, COUNTS.name, COUNTS.source).dumps()
     lines = [a.split('"')[1] for a, b in zip(TEXT.splitlines(), other.splitlines(), strict=True) if a != b]
     assert lines == ["counted", "digest", str(3 * LINE_IDS)]
     one = HotVocab.of_ids(np.bincount([5 * LINE_IDS + 17], minlength=V))
     assert list(json.loads(one.dumps())["counts"]) == [str(5 * LINE_IDS)]
-    assert HotVocab.loads(one.dumps()).groups.nonzero()[0].tolist() == [5 * LINE_IDS // 16 + 1]
-    assert HotVocab.of_groups(V, COUNTS.groups).digest == COUNTS.digest
-    assert HotVocab.of_groups(V, np.roll(COUNTS.groups, 1)).digest != COUNTS.digest
+    assert HotVocab.of_ids(IDS).digest == COUNTS.digest
+    assert HotVocab.of_ids(np.roll(IDS, 1)).digest != COUNTS.digest
 
 
 def test_a_field_of_a_later_release_is_ignored_with_a_note():
@@ -134,21 +133,20 @@ def test_a_field_of_a_later_release_is_ignored_with_a_note():
     assert same(later, COUNTS)
     assert later.notes == ["bigrams is not known to this release and is ignored"]
     assert HotVocab.loads(later.dumps()).notes == []
-    assert same(HotVocab.loads(changed("schema", "flashsample-hot/2.7")), COUNTS)
+    assert same(HotVocab.loads(changed("schema", "flashsample-hot/3.7")), COUNTS)
 
 
 @pytest.mark.parametrize(
     "place, value, message",
     [
-        ("schema", "flashsample-hot/1", "Expected `str` matching regex '^flashsample-hot/2"),
+        ("schema", "flashsample-hot/2", "Expected `str` matching regex '^flashsample-hot/3"),
         ("schema", ..., "missing required field `schema`"),
-        ("group_size", 32, "Expected `int` <= 16 - at `$.group_size`"),
         ("vocab", 0, "Expected `int` >= 1 - at `$.vocab`"),
-        ("vocab", 50200, "counts.50176 has 6 counts; expected 2, and a first id that is a multiple of 1024"),
-        ("counts.3072", [1], "counts.3072 has 1 counts; expected 64"),
-        ("counts.3073", [1] * 64, "counts.3073 has 64 counts; expected 64, and a first id"),
-        ("counts.1048576", [1] * 64, "counts.1048576 has 64 counts; expected 0"),
-        ("counts.03072", [1] * 64, "Expected `int`, got `str` - at `key` in `$.counts`"),
+        ("vocab", 50200, "counts.50176 has 81 counts; expected 24, and a first id that is a multiple of 256"),
+        ("counts.3072", [1], "counts.3072 has 1 counts; expected 256"),
+        ("counts.3073", [1] * 256, "counts.3073 has 256 counts; expected 256, and a first id"),
+        ("counts.1048576", [1] * 256, "counts.1048576 has 256 counts; expected 0"),
+        ("counts.03072", [1] * 256, "Expected `int`, got `str` - at `key` in `$.counts`"),
         ("counts.3072.5", -1, "Expected `int` >= 0"),
         ("counts.3072.5", 0.5, "Expected `int`, got `float`"),
         ("counts.3072.5", 1 << 60, "Expected `int` <= 9007199254740991"),
@@ -156,9 +154,6 @@ def test_a_field_of_a_later_release_is_ignored_with_a_note():
         ("digest", "sha256:0", "it is damaged, or was changed by hand"),
         ("name", "two\nlines", "a name is 'two\\nlines'; expected printable characters"),
         ("source", "x" * 301, "Expected `str` of length <= 300 - at `$.source`"),
-        ("by_token.1e3", 0.5, "Expected `int`, got `str` - at `key` in `$.by_token`"),
-        ("by_token.50258", 0.5, "by_token has 50258 ids; expected 50257 or fewer"),
-        ("by_token.256", 1.5, "Expected `float` <= 1.0"),
     ],
 )
 def test_whatever_is_wrong_is_named_in_one_line(place, value, message):
@@ -173,13 +168,11 @@ def test_whatever_is_wrong_is_named_in_one_line(place, value, message):
     [
         replace(COUNTS, name="two\nlines"),
         replace(COUNTS, source="x" * 301),
-        replace(COUNTS, by_token={0: 0.5}),
-        replace(COUNTS, by_token={1: 2.0}),
-        HotVocab.of_groups(0, np.array([], dtype=np.int64)),
-        HotVocab.of_groups(33, np.array([1, 2])),
-        HotVocab.of_groups(32, np.array([5, -1])),
-        HotVocab.of_groups(32, np.array([0, 0])),
-        HotVocab.of_groups(32, np.array([MAX_TOKENS, 1])),
+        HotVocab.of_ids(np.array([], dtype=np.int64)),
+        replace(COUNTS, counts={0: [1, 2]}),
+        HotVocab.of_ids(np.array([5, -1])),
+        HotVocab.of_ids(np.array([0, 0])),
+        HotVocab.of_ids(np.array([MAX_TOKENS, 1])),
     ],
 )
 def test_counts_that_could_not_be_read_back_are_not_written(wrong):
@@ -212,9 +205,8 @@ def in_bounds(text: str) -> bool:
     except BadFileError as error:
         assert str(error).isprintable() and 0 < len(str(error)) < 700
         return False
-    assert len(counts.groups) == -(-counts.vocab // 16) and counts.groups.sum() == counts.counted >= 1
+    assert len(counts.ids) == counts.vocab and counts.ids.sum() == counts.counted >= 1
     assert 0 <= counts.summary()["unseen"] <= 1 and all(line.isprintable() for line in counts.lines())
-    assert all(0 <= share <= 1 and 1 <= ids <= counts.vocab for ids, share in counts.by_token.items())
     assert same(HotVocab.loads(counts.dumps()), counts)
     return True
 
@@ -222,10 +214,10 @@ def in_bounds(text: str) -> bool:
 def signed(data: Any) -> str:
     """With the sum and the digest of the changed counts, where they have one."""
     try:
-        groups = np.zeros(-(-data["vocab"] // 16), dtype=np.int64)
+        ids = np.zeros(data["vocab"], dtype=np.int64)
         for first, line in data["counts"].items():
-            groups[int(first) // 16 : int(first) // 16 + len(line)] = line
-        counts = HotVocab.of_groups(data["vocab"], groups)
+            ids[int(first) : int(first) + len(line)] = line
+        counts = HotVocab.of_ids(ids)
         data |= {"counted": counts.counted, "digest": counts.digest}
     except (TypeError, ValueError, KeyError, AttributeError, OverflowError, MemoryError):
         pass

@@ -15,6 +15,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
+import torch
 
 from sgl_flashsample import hot_vocab
 from sgl_flashsample.hot_vocab import HotVocab
@@ -79,14 +80,13 @@ def test_the_tokens_of_a_text_are_counted_without_special_ones(trace, model):
     assert code == 0, err
     written, ids = HotVocab.load("hot.json"), ids_in(model, text)
     assert written.digest == counts_of(ids).digest
-    assert written.groups[0] == sum(n for token, n in ids.items() if token < 16), "no <s>"
+    assert written.ids[0] == 0, "no <s>"
     assert (written.vocab, written.name, written.source) == (V, "Qwen9-1B", "text: a.txt")
     assert f"{ids.total():,} tokens counted (Qwen9-1B, text: a.txt)" in out
-    assert f"{np.count_nonzero(written.groups)} of 40 groups of 16 ids seen (V = 640)" in out
-    by_id = sum(n for _, n in ids.most_common(256)) / ids.total()
-    by_group = np.sort(written.groups)[-16:].sum() / ids.total()
+    assert f"{len(ids)} of 640 ids seen" in out
+    covers = sum(n for _, n in ids.most_common(256)) / ids.total()
     (row,) = [line.split() for line in out.splitlines() if line.split()[:1] == ["256"]]
-    assert row == ["256", f"{by_id:.2%}", "16", f"{by_group:.2%}"]
+    assert row == ["256", f"{covers:.2%}"]
     assert out.splitlines()[-1] == f"hot.json: {written.digest}"
 
 
@@ -105,7 +105,7 @@ def test_text_may_come_from_the_standard_input_and_the_summary_as_json(command, 
     done = command("trace", "text", "--tokenizer", model, "--json", input=text, cwd=tmp_path)
     facts = json.loads(done.stdout)
     assert facts["counted"] == ids_in(model, text).total()
-    assert (facts["vocab"], facts["groups"], facts["source"]) == (V, 40, "text: stdin")
+    assert (facts["vocab"], facts["source"]) == (V, "text: stdin")
     assert (facts["file"], facts["interrupted"]) == (None, False)
     assert [row["ids"] for row in facts["coverage"]] == [256, 512]
     assert list(tmp_path.iterdir()) == []
@@ -179,11 +179,24 @@ def test_show_prints_what_counting_printed_and_merge_adds_up(trace):
         assert code == 0
         assert trace("show", f"{name}.json")[:2] == (0, counted)
     code, out, _ = trace("merge", "a.json", "b.json", "-o", "c.json")
-    assert code == 0 and "7 tokens counted (ids: a + ids: b)" in out and "not known" in out
+    assert code == 0 and "7 tokens counted (ids: a + ids: b)" in out
     assert HotVocab.load("c.json").digest == counts_of({1: 2, 2: 2, 3: 1, 4: 1, 600: 1}).digest
     facts = json.loads(trace("show", "c.json", "--json")[1])
     assert (facts["counted"], facts["digest"], facts["file"]) == (7, HotVocab.load("c.json").digest, "c.json")
-    assert facts["coverage"][0] == {"ids": 256, "by_id": None, "groups": 16, "by_group": 1.0}
+    assert facts["coverage"][0] == {"ids": 256, "covers": 1.0}
+
+
+def test_a_map_has_the_most_frequent_ids_as_sglang_reads_them(trace):
+    write("hot.json", counts_of({5: 3, 7: 1, 9: 2, 600: 3}).dumps())
+    code, out, _ = trace("map", "hot.json", "--ids", 3, "-o", "map.pt")
+    assert (code, out.splitlines()) == (
+        0,
+        ["map.pt: 3 of 640 ids, 88.89% of the counted tokens", "serve with --speculative-token-map map.pt"],
+    )
+    assert torch.load("map.pt", weights_only=True) == [5, 9, 600]
+    facts = json.loads(trace("map", "hot.json", "--json", "-o", "map.pt")[1])
+    assert facts == {"file": "map.pt", "vocab": V, "ids": 96, "covers": 1.0}, "15 % of the ids by default"
+    assert torch.load("map.pt", weights_only=True) == [*range(95), 600], "the lowest of those that were never counted"
 
 
 @pytest.mark.parametrize(
@@ -213,6 +226,9 @@ def test_show_prints_what_counting_printed_and_merge_adds_up(trace):
         ("ids BINARY --vocab 8", "BINARY is not UTF-8 text"),
         ("show", "required: HOT"),
         ("show TEXT", "TEXT: it is not JSON: Expecting value"),
+        ("map HOT", "required: -o/--out"),
+        ("map HOT -o nowhere/x", "--out is nowhere/x, in a folder that is not there"),
+        ("map HOT --ids 641 -o c", "--ids: the number of ids is 641; expected 1 to 640"),
         ("merge HOT", "required: -o/--out"),
         ("merge HOT TEXT -o c", "TEXT: it is not JSON"),
         ("merge HOT HOT8 -o c", "one is of 640 ids, the other of 8"),
