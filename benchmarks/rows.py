@@ -40,6 +40,7 @@ FIGURES = (
     ("host_us", "", "µs of the host per step", False),
     ("gpu_busy_us", "", "µs of the GPU per step", False),
     ("searched", "", "rows searched", False),
+    ("different_logprobs", "", "answers different", False),
     ("different", "", "tokens different", False),
     ("differing", "", "tokens different", False),
     ("ranks_differ", "", "tokens different", False),
@@ -63,7 +64,7 @@ BESIDE = {
 WITHOUT_BASELINE = {"screened": ("fused",)}
 NOT_DECIDED = "not decided"
 OTHER_TIMES = ("default_us", "other_us", "builtin_us")
-CONTENDER = ("backend", "path", "exchange")
+CONTENDER = ("backend", "path", "exchange", "way")
 # Fields that say what a row is about; rows that are equal in these are compared.
 SETTING = (
     *("section", "model", "tp", "pp", "deterministic", "speculation", "algorithm", "draft_tokens", "error"),

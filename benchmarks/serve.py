@@ -18,6 +18,8 @@ plane    our backend, and one that draws on the CPU (``decision_plane.py``); ans
 repeats  stock SGLang and our backend, each cell measured ten times anew: how often the verdict is the same
 prompts  stock SGLang and our backend: milliseconds of a request for one token and the logprobs of its prompt, of 2,048
          and of 32,768 tokens, and by how many MB the memory of the server has grown after the first
+answers  our backend twice, with ``--deterministic``: how many of 1,000 requests have other tokens or logprobs than
+         alone, among 63 others, and in chunks, after retractions and without CUDA graphs
 host     our backend alone on the host: microseconds of the sampler's host time per step
 profile  calls per decode step, stock and ours, counted in profiler traces (``step_profile.py``), how long the GPU
          idles between kernels, and the time of kernels that are no part of the model's graph; with several
@@ -36,6 +38,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import itertools
 import json
 import os
 import random
@@ -45,9 +48,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import decision_plane
 import oracle
@@ -86,6 +90,14 @@ REPEATS = 10
 COMPARED_BATCHES, COMPARED_TOKENS = (1, 8, 16), 64
 PROFILED_STEPS = 40
 PROMPTS, PROMPT_TOKENS = "prompt-logprobs", (2048, 32768)
+ANSWERED, ANSWER_TOKENS, CLIENTS = 6 if DRY_RUN else 1000, 16, 64
+ASKED_FOR: tuple[dict[str, Any], ...] = (  # by the requests of ``answers``, in turn
+    {"temperature": 1.0},
+    {"temperature": 0.0},
+    {"temperature": 0.6, "top_p": 0.9, "top_k": 20},
+    {"temperature": 1.0, "min_p": 0.02},
+    {"temperature": 1.3, "logit_bias": {"5000": 4.0, "7700": 1.0, "7800": -100.0}},
+)
 CACHE_TOKENS = 65536
 OUT_OF_TIME = "out of time"
 SERVER_ARGUMENTS = [
@@ -93,16 +105,41 @@ SERVER_ARGUMENTS = [
     *("--max-total-tokens", str(CACHE_TOKENS), "--cuda-graph-max-bs-decode", "64"),
     *("--disable-prefill-cuda-graph", "--disable-flashinfer-autotune", "--disable-radix-cache"),
 ]
-# The servers of a comparison, the baseline first: {name: (--sampling-backend, environment)}
-Backends = dict[str, tuple[str, dict[str, str]]]
-BACKENDS: Backends = {STOCK: ("flashinfer", {}), OURS: (OURS, {})}
-ORACLES: Backends = {oracle.BACKEND: (oracle.BACKEND, {}), OURS: BACKENDS[OURS]}
-PLANES: Backends = {OURS: BACKENDS[OURS], "decision plane": (decision_plane.BACKEND, {})}
+
+
+class Backend(NamedTuple):
+    """One server of a comparison. name: its --sampling-backend. arguments: beside those of all servers."""
+
+    name: str
+    environment: dict[str, str]
+    arguments: tuple[str, ...] = ()
+
+
+Backends = dict[str, Backend]  # the baseline first
+BACKENDS: Backends = {STOCK: Backend("flashinfer", {}), OURS: Backend(OURS, {})}
+ORACLES: Backends = {oracle.BACKEND: Backend(oracle.BACKEND, {}), OURS: BACKENDS[OURS]}
+PLANES: Backends = {OURS: BACKENDS[OURS], "decision plane": Backend(decision_plane.BACKEND, {})}
 GRAPHS: Backends = {
-    "one root": (OURS, {MODEL_GRAPHS_VARIABLE: "0"}),
-    "two roots": (OURS, {MODEL_GRAPHS_VARIABLE: "1"}),
+    "one root": Backend(OURS, {MODEL_GRAPHS_VARIABLE: "0"}),
+    "two roots": Backend(OURS, {MODEL_GRAPHS_VARIABLE: "1"}),
 }
-SCREENS: Backends = {f"screen {mode}": (OURS, {"FLASHSAMPLE_SCREEN": mode}) for mode in ("off", "on")}
+SCREENS: Backends = {f"screen {mode}": Backend(OURS, {"FLASHSAMPLE_SCREEN": mode}) for mode in ("off", "on")}
+USUAL, OTHER, CHUNK = "usual", "other", "64"
+ANSWERERS: Backends = {
+    USUAL: BACKENDS[OURS],
+    OTHER: Backend(
+        OURS,
+        {
+            "SGLANG_TEST_RETRACT": "1",
+            "SGLANG_TEST_RETRACT_INTERVAL": "50",
+            # Else chunks are multiples of 4,096 tokens, and a longer prompt than a chunk of 64 is never begun.
+            "SGLANG_TRITON_PREFILL_TRUNCATION_ALIGN_SIZE": CHUNK,
+        },
+        ("--chunked-prefill-size", CHUNK, "--disable-cuda-graph"),
+    ),
+}
+# The server that is asked in each way.
+WAYS = {"among others": USUAL, "in chunks, retracted, without CUDA graphs": OTHER}
 
 
 def _free_mb() -> float:
@@ -116,6 +153,48 @@ def seeded(server: Server, batch: int, request: Sampling) -> list[list[int]]:
     params = {**request.params, "max_new_tokens": COMPARED_TOKENS, "ignore_eos": True}
     rows = [params | {"sampling_seed": row} for row in range(batch)]
     return [a["output_ids"] for a in server.generate(input_ids=prompts, sampling_params=rows, **request.fields)]
+
+
+def numbered_request(number: int) -> dict[str, Any]:
+    """A request that is the same each time, of 3 to 300 tokens."""
+    params = {"sampling_seed": number, "max_new_tokens": ANSWER_TOKENS, "ignore_eos": True}
+    return {
+        "input_ids": [random.Random(number).choices(LOAD.ids, k=3 + 37 * number % 298)],
+        "sampling_params": ASKED_FOR[number % len(ASKED_FOR)] | params,
+        "return_logprob": True,
+        "top_logprobs_num": 2 if number % 4 == 1 else 0,
+        "logprob_start_len": 0 if number % 3 == 0 else -1,
+    }
+
+
+Answer = tuple[list[int], dict[str, Any]]  # tokens, and all lists of logprobs by their names
+
+
+def _answer(server: Server, request: dict[str, Any]) -> Answer:
+    (answer,) = server.generate(**request)
+    tokens = answer["output_ids"]
+    logprobs = {name: value for name, value in answer["meta_info"].items() if name.endswith("logprobs")}
+    lengths = [len(tokens), len(logprobs.get("output_token_logprobs") or ())]
+    if lengths != [ANSWER_TOKENS] * 2:
+        raise ServerError(f"an answer has {lengths} tokens and logprobs; expected {ANSWER_TOKENS} of each")
+    return tokens, logprobs
+
+
+def fused_answers(server: Server, requests: Iterable[dict[str, Any]], clients: int) -> list[Answer]:
+    """The answers in the order of the requests. One client takes a request when the one before is answered. Raises
+    ServerError for an answer of another length, and where another path than the fused one has drawn."""
+    before, ask = Counters.of(server, LOAD), functools.partial(_answer, server)
+    with ThreadPoolExecutor(clients) as pool:
+        answers = list(map(ask, requests) if clients == 1 else pool.map(ask, requests))
+    paths = Counters.of(server, LOAD).shares_since(before)
+    if paths.keys() != {"fused"}:
+        raise ServerError(f"the paths of the answers are {paths}; expected the fused one alone")
+    return answers
+
+
+def _retractions(server: Server) -> int:
+    """How many requests the server has retracted so far."""
+    return sum(map(int, re.findall(r"#retracted_reqs: (\d+)", server.log_text())))
 
 
 class TakingTurns(Server):
@@ -168,12 +247,12 @@ class ModelRun:
                     began = time.monotonic()
                     for label in labels:
                         log = self.options.logs / f"{self.name}-{label.replace(' ', '-')}.log"
-                        running[label] = self.make_server(model, *backends[label], log)
+                        running[label] = self.make_server(model, backends[label], log)
                         running[label].start()
                     for label in labels:
                         running[label].wait_until_ready()
                         self._check_capacity(running[label])
-                        if backends[label][0] in (OURS, decision_plane.BACKEND):
+                        if backends[label].name in (OURS, decision_plane.BACKEND):
                             check_active(running[label])
                         for sampling in self.options.samplings:  # compiles what the first such request compiles
                             generate(running[label], LOAD, 2, SAMPLINGS[sampling], 4)
@@ -186,10 +265,11 @@ class ModelRun:
                 for server in running.values():
                     server.stop()
 
-    def make_server(self, model: Path, backend: str, variables: dict[str, str], log: Path) -> Any:
+    def make_server(self, model: Path, backend: Backend, log: Path) -> Any:
         if DRY_RUN:
             return PretendedServer(log, CACHE_TOKENS)
-        arguments = ["--mem-fraction-static", str(self.options.memory_share)]
+        variables = backend.environment
+        arguments = ["--mem-fraction-static", str(self.options.memory_share), *backend.arguments]
         arguments += server_arguments(self.options.samplings)
         if self.options.tp * self.options.pp > 1:
             arguments += ["--tp-size", str(self.options.tp), "--pp-size", str(self.options.pp)]
@@ -201,14 +281,14 @@ class ModelRun:
         if self.options.deterministic:
             arguments += ["--enable-deterministic-inference"]
             variables = variables | {DETERMINISTIC_VARIABLE: "1"}
-        if backend in (oracle.BACKEND, decision_plane.BACKEND):
-            file = Path((oracle if backend == oracle.BACKEND else decision_plane).__file__)
+        if backend.name in (oracle.BACKEND, decision_plane.BACKEND):
+            file = Path((oracle if backend.name == oracle.BACKEND else decision_plane).__file__)
             path = [str(oracle.install(model, file)), os.environ.get("PYTHONPATH", "")]
             variables = variables | {"PYTHONPATH": os.pathsep.join(filter(None, path))}
         return (TakingTurns if self.options.pp > 1 else Server)(
             model,
             [*SERVER_ARGUMENTS, *arguments],
-            backend=backend,
+            backend=backend.name,
             log=log,
             launcher=(self.options.python, "-m", "sglang.launch_server"),
             environment=COUNTERS_EVERY | variables | self.options.set,
@@ -222,12 +302,15 @@ class ModelRun:
                 f"the server has room for {capacities[-1:]} tokens; expected {CACHE_TOKENS} (--memory-share)"
             )
 
+    def _late(self) -> bool:
+        return time.monotonic() - self._started > self.options.limit
+
     def cells(self, section: str, batches: tuple[int, ...] | list[int]) -> Iterator[tuple[str, int, dict[str, Any]]]:
         """Sampling, batch size and the fields of a row. What would begin after the limit is recorded instead."""
         for sampling in self.options.samplings:
             for batch in batches:
                 about = {"model": self.name, "sampling": sampling, "batch": batch} | self.about
-                if time.monotonic() - self._started > self.options.limit:
+                if self._late():
                     self.result.miss(OUT_OF_TIME, section=section, **about)
                 else:
                     yield sampling, batch, about
@@ -318,12 +401,48 @@ class ModelRun:
             print(f"{self.name} prompt of {tokens} tokens {' -> '.join(labels)} {' -> '.join(words)}", flush=True)
             yield rows
 
+    def answers(self, servers: dict[str, Server]) -> Iterator[list[dict[str, Any]]]:
+        """The row of one way of asking after the other. Requests that would begin alone after the limit are left out of
+        both."""
+        numbered = map(numbered_request, range(ANSWERED))
+        requests = itertools.takewhile(lambda _: not self._late(), numbered)
+        alone = fused_answers(servers[USUAL], requests, clients=1)
+        for way, label in WAYS.items():
+            about = {"section": "answers", "model": self.name, "way": way} | self.about
+            if not alone:
+                self.result.miss(OUT_OF_TIME, **about)
+                continue
+            try:
+                row = about | self._compared_with(alone, servers[label])
+            except (ServerError, OSError) as error:
+                self.result.miss(error, **about)
+                continue
+            print(
+                f"{self.name} {way}: {row['requests']} requests, {row['tokens']} tokens, {row['different']} with other "
+                f"tokens than alone, {row['different_logprobs']} with other logprobs, {row['retractions']} retracted",
+                flush=True,
+            )
+            yield [row]
+
+    def _compared_with(self, alone: list[Answer], server: Server) -> dict[str, Any]:
+        """The figures of a row: the same requests as ``alone``, many at once, of ``server``."""
+        retracted = _retractions(server)
+        answers = fused_answers(server, map(numbered_request, range(len(alone))), CLIENTS)
+        pairs = list(zip(answers, alone, strict=True))
+        return {
+            "requests": len(answers),
+            "tokens": sum(len(tokens) for tokens, _ in answers),
+            "different": sum(one[0] != other[0] for one, other in pairs),
+            "different_logprobs": sum(one[1] != other[1] for one, other in pairs),
+            "retractions": _retractions(server) - retracted,
+        }
+
     def host(self) -> Iterator[list[dict[str, Any]]]:
         """Microseconds of the sampler's host time per step, of our server alone: in long answers, whose batches stay as
         they are, and in short ones, whose steps are hardly ever replayed."""
         for screen in self.options.screens:
             label = f"{OURS} screen {screen}"
-            with self.servers({label: (OURS, {"FLASHSAMPLE_SCREEN": screen})}) as servers:
+            with self.servers({label: Backend(OURS, {"FLASHSAMPLE_SCREEN": screen})}) as servers:
                 server = servers[label]
                 for sampling, batch, about in self.cells("host", self.options.batches):
                     request, row = SAMPLINGS[sampling], about | {"section": "host", "screen": screen}
@@ -364,7 +483,7 @@ class ModelRun:
         """The rows of one cell after the other. A server that does not start or ends is recorded for the sections that
         are left."""
         left = list(sections)
-        measured = {"repeats": self.repeats, "profile": self.profile, "prompts": self.prompts}
+        measured = {"repeats": self.repeats, "profile": self.profile, "prompts": self.prompts, "answers": self.answers}
         try:
             if shared := [section for section in sections if section in BACKENDS_OF]:
                 with self.servers({k: v for section in shared for k, v in BACKENDS_OF[section].items()}) as servers:
@@ -393,6 +512,7 @@ BACKENDS_OF = {
     "repeats": BACKENDS,
     "profile": BACKENDS,
     "prompts": BACKENDS,
+    "answers": ANSWERERS,
 }
 SECTIONS = (*BACKENDS_OF, "screen", "host")
 
@@ -433,6 +553,8 @@ def prepare(options: Any) -> None:
     options.batches = options.batches or list(FAST_BATCHES if options.fast else BATCHES)
     options.pairs = options.pairs or (3 if options.fast or DRY_RUN else 6)
     check_server_options(options)
+    if "answers" in options.only and not options.deterministic:
+        raise ValueError("--only names answers without --deterministic; expected --deterministic with it")
 
 
 def run(options: Any, result: Result) -> int:
@@ -453,9 +575,6 @@ def run(options: Any, result: Result) -> int:
 
 # Fields that tell cells apart.
 PLACE = ("section", "model", "tp", "pp", "deterministic", "speculation", "draft_tokens", "sampling", "batch")
-PLACE += ("prompt_tokens", "backend", "screen")
-BENCHMARKS = {
-    "serve": Benchmark(
-        __doc__, run, add_options, prepare, SECTIONS, (STOCK,), PLACE, ("sampling", "batch", "backend", "screen")
-    )
-}
+PLACE += ("prompt_tokens", "backend", "screen", "way")
+CELL = ("sampling", "batch", "backend", "screen", "way")
+BENCHMARKS = {"serve": Benchmark(__doc__, run, add_options, prepare, SECTIONS, (STOCK,), PLACE, CELL)}

@@ -60,7 +60,10 @@ class PretendedServer:
         params = sampling_params if isinstance(sampling_params, dict) else sampling_params[0]
         self.steps += params["max_new_tokens"]
         time.sleep(2e-5 * params["max_new_tokens"])
-        return [{"output_ids": [0] * params["max_new_tokens"]} for _ in input_ids]
+        answer: dict[str, Any] = {"output_ids": [0] * params["max_new_tokens"]}
+        if fields.get("return_logprob"):
+            answer["meta_info"] = {"output_token_logprobs": [[-1.5, 0, None]] * params["max_new_tokens"]}
+        return [answer for _ in input_ids]
 
     def ask(self, path: str, data: bytes) -> bytes:
         return json.dumps(self.generate(**json.loads(data))).encode()

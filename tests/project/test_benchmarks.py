@@ -191,7 +191,7 @@ def test_the_server_benchmark_measures_pairs_and_host_time(dry_run):
     assert new["stock", "flashsample", 8]["bytes_per_row"] == 20 and ("oracle", "oracle", 8) in new
     repeated = new["repeats", None, 1]
     assert len(repeated["percent"]) == 2 >= repeated["faster"] + repeated["slower"] and repeated["pairs"] == 3
-    prompts = dry_run("serve", "--only", "prompts", "--keep", *arguments)["rows"][len(drafted) :]
+    prompts = dry_run("serve", "--only", "prompts", "--keep", *arguments)["rows"][len(same_bits) :]
     assert [(row["prompt_tokens"], row["backend"]) for row in prompts] == [
         (16, "stock"),
         (16, "flashsample"),
@@ -200,7 +200,99 @@ def test_the_server_benchmark_measures_pairs_and_host_time(dry_run):
     ]
     assert all(len(row["samples"]) == 3 and row["ms"] > 0 for row in prompts)
     late = dry_run("serve", "--only", "profile", "--keep", "--limit", "0", *arguments)
-    assert late["rows"] == drafted + prompts and late["env"]["not_run"] == [], "its cells have been measured before"
+    assert late["rows"] == same_bits + prompts and late["env"]["not_run"] == [], "its cells have been measured before"
+
+
+@no_gpu
+@pytest.mark.full
+def test_the_server_benchmark_compares_answers_alone_with_those_of_two_other_ways(dry_run, load):
+    arguments = ("--only", "answers", "--deterministic", "--samplings", "t1")
+    result = dry_run("serve", *arguments)
+    counted = {"requests": 6, "tokens": 6 * 16, "different": 0, "different_logprobs": 0, "retractions": 0}
+    about = {"section": "answers", "model": "qwen3-1.7b", "deterministic": True, "run": 0}
+    assert result["rows"] == [about | {"way": way} | counted for way in load("serve").WAYS]
+    again = dry_run("serve", "--keep", *arguments)["rows"]
+    assert again == [row | {"run": 1} for row in result["rows"]], "replaced, not added"
+
+
+@pytest.mark.slow
+def test_answers_that_differ_are_counted_and_those_that_are_short_or_not_fused_are_refused(load, tmp_path, monkeypatch):
+    serve = load("serve")
+    monkeypatch.setattr(serve, "ANSWERED", 20)
+
+    class Varying(serve.PretendedServer):
+        """After ``alone`` answers, seed 3 has another token and seed 5 another logprob of its prompt. fault: of all."""
+
+        asked, alone, fault, log_lines = 0, 0, "", ""
+
+        def log_text(self):
+            return super().log_text() + self.log_lines
+
+        def generate(self, *, input_ids, sampling_params, **fields):
+            answers = super().generate(input_ids=input_ids, sampling_params=sampling_params, **fields)
+            if "return_logprob" in fields:
+                self.asked += 1
+                seed = sampling_params["sampling_seed"] if self.asked > self.alone else None
+                tokens, logprobs = answers[0]["output_ids"], answers[0]["meta_info"]
+                tokens[0] = int(seed == 3)
+                logprobs["input_token_logprobs"] = [[-0.5 if seed == 5 else -0.25, 1, None]]
+                del tokens[15 if self.fault == "short" else 16 :]
+                self.log_lines = "a retraction\nTesting retraction. #retracted_reqs: 2, #new\n#retracted_reqs: 1, #new"
+            return answers
+
+        def metrics(self):
+            native = f'sglang:flashsample_rows_total{{path="native",reason="x"}} {self.asked}\n'
+            return super().metrics() + native * (self.fault == "native")
+
+    def run(alone: int, fault: str = "") -> tuple[list[list], list[tuple]]:
+        """Figures of the rows, and gaps. alone: answers after which the time is over. fault: of the other server."""
+
+        def make_server(model, backend, log):
+            servers.append(Varying(log, serve.CACHE_TOKENS))
+            usual = not backend.arguments
+            servers[-1].alone, servers[-1].fault = (alone, "") if usual else (alone + 20, fault)
+            return servers[-1]
+
+        servers: list[Varying] = []
+        names = {"samplings": ["t1"], "logs": tmp_path, "tp": 1, "pp": 1, "speculation": None, "deterministic": True}
+        result = load("common").Result(tmp_path / "out.json", serve.BENCHMARKS["serve"], {})
+        one = serve.ModelRun("tiny", types.SimpleNamespace(**names, together=True), result, 0.0)
+        monkeypatch.setattr(one, "make_server", make_server)
+        monkeypatch.setattr(one, "_late", lambda: servers[0].asked >= alone)
+        rows = [row for rows in one.run(["answers"]) for row in rows]
+        figures = ("way", "requests", "different", "different_logprobs", "retractions")
+        gaps = [(gap.get("way"), gap["reason"]) for gap in result.env["not_run"]]
+        return [[row[name] for name in figures] for row in rows], gaps
+
+    among, other = serve.WAYS
+    assert run(alone=20) == ([[among, 20, 1, 1, 0], [other, 20, 0, 0, 3]], [])
+    assert run(alone=5) == ([[among, 5, 1, 0, 0], [other, 5, 0, 0, 3]], []), "those that were asked in time"
+    assert run(alone=0) == ([], [(among, "out of time"), (other, "out of time")])
+    for fault, reason in (
+        ("short", "ServerError: an answer has [15, 16] tokens and logprobs; expected 16 of each"),
+        ("native", "ServerError: the paths of the answers are"),
+    ):
+        rows, ((way, said),) = run(alone=20, fault=fault)
+        assert len(rows) == 1 and way == other and said.startswith(reason)
+
+
+def test_the_section_of_answers_asks_for_deterministic_inference_and_sets_it_up(load, tmp_path, monkeypatch):
+    serve = load("serve")
+    names = {"only": ["answers"], "deterministic": False, "samplings": None, "batches": None, "pairs": None}
+    names |= {"fast": False, "set": [], "tp": 1, "pp": 1, "speculation": None, "memory_share": 0.5, "python": "python"}
+    options = types.SimpleNamespace(**names)
+    with pytest.raises(ValueError, match="--only names answers without --deterministic; expected --det"):
+        serve.prepare(options)
+    options.deterministic, options.set = True, []
+    serve.prepare(options)
+    monkeypatch.setattr(serve, "DRY_RUN", False)
+    run = serve.ModelRun("tiny", options, None, 0.0)
+    usual, other = (run.make_server(tmp_path, backend, tmp_path / "log") for backend in serve.ANSWERERS.values())
+    added = ["--chunked-prefill-size", "64", "--disable-cuda-graph"]
+    assert set(added) <= set(other.command) and not set(added) & {*usual.command} - {"64"}
+    assert all("--enable-deterministic-inference" in server.command for server in (usual, other))
+    differ = {name for name, value in other.environment.items() if usual.environment.get(name) != value}
+    assert differ == set(serve.ANSWERERS[serve.OTHER].environment) >= {"SGLANG_TEST_RETRACT"}
 
 
 @needs_sglang
@@ -564,7 +656,7 @@ def test_a_cell_that_fails_is_recorded_and_the_others_are_measured(load, tmp_pat
             return super().generate(input_ids=input_ids, sampling_params=sampling_params, **fields)
 
     class Run(serve.ModelRun):
-        make_server = staticmethod(lambda model, backend, variables, log: Failing(log, serve.CACHE_TOKENS))
+        make_server = staticmethod(lambda model, backend, log: Failing(log, serve.CACHE_TOKENS))
 
     def run(limit: float) -> tuple[list[int], list[tuple[int, str]]]:
         options = types.SimpleNamespace(**names | {"limit": limit})
@@ -576,7 +668,7 @@ def test_a_cell_that_fails_is_recorded_and_the_others_are_measured(load, tmp_pat
         raise serve.ServerError("no memory")
 
     names = {"samplings": ["t1"], "batches": [1, 8, 4], "pairs": 2, "logs": tmp_path, "tp": 1, "pp": 1}
-    names |= {"speculation": None, "together": False}
+    names |= {"speculation": None, "deterministic": False, "together": False}
     assert run(60) == ([1, 4], [(8, "ServerError: out of memory")])
     assert run(0) == ([], [(size, "out of time") for size in (1, 8, 4)]), "no cell begins after the limit"
     monkeypatch.setattr(serve.ModelRun, "host", host)
