@@ -225,6 +225,15 @@ def test_a_report_says_what_won_where_and_by_how_much_and_shows_names_as_text():
     assert "with a screen" not in Page(report.page(make_table(), None)).text
 
 
+@pytest.mark.parametrize("others, shown", [(None, "?"), (0, "0"), (5, "5")])
+def test_a_report_says_against_how_many_other_configurations_each_choice_was_raced(others, shown):
+    entry = msgspec.structs.replace(TABLE.entries[0], against=others)
+    page = report.page(msgspec.structs.replace(TABLE, entries=[entry], confirmed={}), None)
+    lines = page.partition("<summary>plain</summary>")[2].partition("</table>")[0].split("<tr>")[1:]
+    head, cells = (re.findall(r"<t[hd][^>]*>([^<]*)", line) for line in lines)
+    assert cells[head.index("raced against")] == shown
+
+
 BROWSER = shutil.which("chromium-headless-shell") or shutil.which("chromium")
 
 
