@@ -18,14 +18,41 @@ from ..tables.schema import Device, HeadShape, config_fields
 
 GEMM = "gemm"  # baseline: the vendor's GEMM alone, which draws no token
 
-# Devices that can be named on a machine without them. The shared memory of a program is from the vendor's tables.
+# Bytes of shared memory that a program may ask for, by compute capability: from the vendor's programming guide.
+SHARED_MEMORY = {"8.0": 166_912, "8.6": 101_376, "8.9": 101_376, "9.0": 232_448, "10.0": 232_448}
+
+# Devices that can be named on a machine without them: name as the driver gives it, compute capability, multiprocessors,
+# MiB of L2 cache. A shorter name, such as "h100", means the first that fits.
 DEVICES = {
-    device.name: device
-    for device in (
-        Device(name="NVIDIA H200", cc="9.0", sms=132, l2_mb=50, smem_optin=232_448),
-        Device(name="NVIDIA H100 80GB HBM3", cc="9.0", sms=132, l2_mb=50, smem_optin=232_448),
-        Device(name="NVIDIA A100-SXM4-80GB", cc="8.0", sms=108, l2_mb=40, smem_optin=166_912),
-        Device(name="NVIDIA B200", cc="10.0", sms=148, l2_mb=126, smem_optin=232_448),
+    name: Device(name=name, cc=cc, sms=sms, l2_mb=l2_mb, smem_optin=SHARED_MEMORY[cc])
+    for name, cc, sms, l2_mb in (
+        ("NVIDIA H200", "9.0", 132, 60),
+        ("NVIDIA H200 NVL", "9.0", 132, 60),
+        ("NVIDIA H100 80GB HBM3", "9.0", 132, 50),
+        ("NVIDIA H100 PCIe", "9.0", 114, 50),
+        ("NVIDIA H100 NVL", "9.0", 132, 60),
+        ("NVIDIA H800", "9.0", 132, 50),
+        ("NVIDIA H20", "9.0", 78, 60),
+        ("NVIDIA GH200 480GB", "9.0", 132, 60),
+        ("NVIDIA GH200 120GB", "9.0", 132, 60),
+        ("NVIDIA A100-SXM4-80GB", "8.0", 108, 40),
+        ("NVIDIA A100-SXM4-40GB", "8.0", 108, 40),
+        ("NVIDIA A100 80GB PCIe", "8.0", 108, 40),
+        ("NVIDIA A100-PCIE-40GB", "8.0", 108, 40),
+        ("NVIDIA A800-SXM4-80GB", "8.0", 108, 40),
+        ("NVIDIA A30", "8.0", 56, 24),
+        ("NVIDIA B200", "10.0", 148, 126),
+        ("NVIDIA GB200", "10.0", 152, 126),
+        ("NVIDIA L40S", "8.9", 142, 96),
+        ("NVIDIA L40", "8.9", 142, 96),
+        ("NVIDIA L4", "8.9", 58, 48),
+        ("NVIDIA RTX 6000 Ada Generation", "8.9", 142, 96),
+        ("NVIDIA GeForce RTX 4090", "8.9", 128, 72),
+        ("NVIDIA A40", "8.6", 84, 6),
+        ("NVIDIA A10", "8.6", 72, 6),
+        ("NVIDIA A10G", "8.6", 80, 6),
+        ("NVIDIA RTX A6000", "8.6", 84, 6),
+        ("NVIDIA GeForce RTX 3090", "8.6", 82, 6),
     )
 }
 

@@ -206,6 +206,7 @@ def _kind_section(kind: BatchKind, sizes: Sequence[Decision]) -> str:
             "built-in choice, µs": f"{one.entry.default_us:.1f}" if one.entry.default_us else "",
             "gain": f"{one.entry.gain:.1%}" if one.entry.gain else "",
             "takes": one.takes,
+            "raced against": "?" if one.entry.against is None else one.entry.against,
             "as good": len(one.entry.tied),
             "others, µs": ", ".join(f"{name} {us:.1f}" for name, us in one.entry.others.items()),
             "gain of the screen": screen_gain(one.entry),

@@ -234,7 +234,9 @@ def explain(
         dispatch, _ = dispatch_of(table_file, target, traits)
     # A server with default settings has a screen where a tuned table says that it wins, or a race at its start; a batch
     # that cannot have it (logprobs, a large top-k) is of the kinds without one.
-    raced = traits is not None and not (table_file is not None and table_file.knows_screens)
+    # A device that nothing describes may be any GPU.
+    described = device.sms > 0
+    raced = (traits is not None or not described) and not (table_file is not None and table_file.knows_screens)
     raced = raced and not head.is_quantised and head.num_bytes >= MIN_RACED_BYTES
     screened = dispatch is not None and not raced and dispatch.screened_rows(DENSE_ROWS, measured=True) > 0
     kinds = [each for each in BATCH_KINDS if screened or not each.screen] if kind is None else [KIND_NAMES[kind]]
@@ -262,7 +264,9 @@ def explain(
     with_screen = "keeps a screen, for this table says that it wins" if screened else "keeps no screen"
     if raced:
         because = "there is no table" if table_file is None else f"this table is {table_file.match}"
-        with_screen = f"races a screen at its start, for {because}"
+        with_screen = f"races a screen at its start, for {because}, and uses it where it is faster"
+        with_screen += "; for which batches is not known before"
+        with_screen += "" if described else " (if there are kernels for this GPU, which is not known here)"
     console.print(f"batch     {rows} rows; a server with default settings {with_screen}")
     lines = [(b["kind"], f"{b['us']:.1f}" if b.get("us") else "", str(b["takes"]), b["why"]) for b in batches]
     console.print(_grid(("kind", "us", "takes", "why"), lines, ("kind", "takes", "why")))

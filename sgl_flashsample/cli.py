@@ -285,7 +285,7 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tuned", type=_table_file, metavar="FILE", help=about)
     about = (
         "whether to keep an INT8 copy of the LM head, which small batches read instead of the head; auto: where a "
-        "tuned table says that it is faster"
+        "tuned table, or without a fresh one a race at the start, finds it faster"
     )
     parser.add_argument("--flashsample-screen", choices=("auto", "on", "off"), help=about)
     about = "do not start where SGLang's own sampler would serve everything; say why"

@@ -122,7 +122,8 @@ class ResolvedTable:
         return (
             f"tuned table {file.file} (match of GPU, LM head and versions: {match}; from: {file.source}): tuned kernel "
             f"settings for {len(table.entries)} batch sizes; built-in ones for {confirmed} others, where they measured "
-            f"fastest; built-in ones without a measurement: {'; '.join(self._unmeasured()) or 'for none'}{flashinfer}"
+            f"fastest{_raced_against(table)}; built-in ones without a measurement: "
+            f"{'; '.join(self._unmeasured()) or 'for none'}{flashinfer}"
             f"{f'; {screen}' if screen else ''}"
         )
 
@@ -135,6 +136,16 @@ class ResolvedTable:
             sizes = [rows for rows in range(1, DENSE_ROWS + 1) if not self.dispatch.is_measured(rows, kind)]
             if sizes:
                 yield f"{kind} {ranges_of(sizes)}"
+
+
+def _raced_against(table: Table) -> str:
+    """The smallest and the largest number of rivals that a choice of the table had; empty where none is known."""
+    known = [others for others in table.against if others is not None]
+    if not known:
+        return ""
+    span = " to ".join(map(str, sorted({min(known), max(known)})))
+    where = " where that is known" if len(known) < len(table.against) else ""
+    return f"; raced against {span} other configuration{'s' * (span != '1')}{where}"
 
 
 def ranges_of(sizes: Iterable[int]) -> str:

@@ -237,6 +237,14 @@ class Table(_Struct, frozen=True):
         known = all(entry.code for entry in self.entries)
         return known and all(len(sizes.code) == len(sizes.rows) and all(sizes.code) for sizes in confirmed)
 
+    @property
+    def against(self) -> list[int | None]:
+        """The number of other configurations in the race of each size, None where it is unknown."""
+        numbers = [entry.against for entry in self.entries]
+        for sizes in self.confirmed.values():
+            numbers += sizes.against or [None] * len(sizes.rows)
+        return numbers
+
     def entry(self, kind: str, rows: int) -> Entry | None:
         return next((entry for entry in self.entries if (entry.kind, entry.rows) == (kind, rows)), None)
 

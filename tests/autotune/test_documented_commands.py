@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 from pathlib import Path
@@ -12,6 +13,7 @@ from command_line import runner_of
 from lab.simulated import measuring_on
 
 from sgl_flashsample import cli
+from sgl_flashsample.tables.lookup import user_folder
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
@@ -53,14 +55,20 @@ def test_the_pages_show_commands_and_those_run_elsewhere_are():
         assert f"def {name or 'test_'}" in (ROOT / file).read_text(), test
 
 
+def qwen3_8b(folder: Path) -> Path:
+    """A folder with the config of that model, as far as its head goes."""
+    model = folder / "Qwen3-8B"
+    model.mkdir()
+    config = {"vocab_size": 151_936, "hidden_size": 4096, "torch_dtype": "bfloat16"}
+    (model / "config.json").write_text(json.dumps(config))
+    return model
+
+
 @pytest.mark.parametrize("shown", [command for command in shown_commands() if command not in RUN_ELSEWHERE])
 def test_a_shown_command_runs(shown, tmp_path, capsys, simulated):
     """A model's name stands for a folder with its config, and a tuning run is one of a simulated device."""
-    model, tables = tmp_path / "Qwen3-8B", tmp_path / "tables"
-    model.mkdir()
+    model, tables = qwen3_8b(tmp_path), tmp_path / "tables"
     tables.mkdir()
-    config = {"vocab_size": 151_936, "hidden_size": 4096, "torch_dtype": "bfloat16"}
-    (model / "config.json").write_text(json.dumps(config))
     stand_in = {"/models/Qwen3-8B": model, "models/Qwen3-8B": model, "MODEL": model, "/tables": tables}
     words = [str(stand_in.get(word, word)) for word in shlex.split(shown)]
     assert words[0] == "sgl-flashsample"
@@ -71,3 +79,15 @@ def test_a_shown_command_runs(shown, tmp_path, capsys, simulated):
         code, out, err = runner_of(cli.main, capsys)(*words[1:])
     assert code == 0, err
     assert out
+
+
+def test_the_page_of_the_report_shows_the_plan_that_is_printed_on_an_h200_with_16_processors(tmp_path, capsys):
+    """A line of three points stands for lines that are left out."""
+    page = (ROOT / "docs" / "tune" / "report.md").read_text()
+    (shown,) = re.findall(r"^\$ sgl-flashsample tune plan models/Qwen3-8B\n((?:.+\n)+)", page, re.M)
+    arguments = ("tune", "plan", qwen3_8b(tmp_path), "--device", "H200", "--processes", 15)
+    code, out, err = runner_of(cli.main, capsys)(*arguments)
+    assert (code, err) == (0, "")
+    printed = out.replace(str(user_folder(os.environ)), "~/.cache/sglang/flashsample")
+    first, last = shown.split("...\n")
+    assert (printed[: len(first)], printed[-len(last) :]) == (first, last)

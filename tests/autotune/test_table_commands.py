@@ -317,19 +317,22 @@ def test_explain_names_what_the_dispatcher_takes(command, tmp_path, table):
         assert takes.keys() == {str(kind) for kind in BATCH_KINDS if explained["screen"] or not kind.screen}
 
 
+RACES = "races a screen at its start, for {}, and uses it where it is faster; for which batches is not known before"
+
+
 def test_explain_finds_the_table_that_a_server_would(command, tmp_path, monkeypatch):
     ask = ["explain", "--batch", 16, "--device", "NVIDIA H200", "--vocab", 128_256, "--hidden", 4096]
     code, out, _ = command(*ask)
     assert code == 0
     assert f"table     none: {TABLE.file_name} is not in {tmp_path / 'cache' / 'flashsample'}, " in out
     assert "the built-in choice, without a table" in out
-    assert "a server with default settings races a screen at its start, for there is no table" in out
+    assert f"a server with default settings {RACES.format('there is no table')}\n" in out
     folder = tmp_path / "cache" / "flashsample"
     folder.mkdir(parents=True)
     put(folder / TABLE.file_name, changed(TABLE, "plain", 1, code=""))
     _, out, _ = command(*ask)
     assert f"table     {folder / TABLE.file_name} (stale: " in out and NO_CODE in out
-    assert "a server with default settings races a screen at its start, for this table is stale" in out
+    assert f"a server with default settings {RACES.format('this table is stale')}\n" in out
     assert "the user's cache)" in out and FUSED in out
     (tmp_path / "bad").mkdir()
     (tmp_path / "bad" / TABLE.file_name).write_text("{")
@@ -346,6 +349,18 @@ def test_explain_finds_the_table_that_a_server_would(command, tmp_path, monkeypa
 def test_explain_of_an_unknown_device_says_that_it_knows_nothing_of_it(command):
     _, out, _ = command("explain", "--batch", 1, "--device", "Abacus", "--vocab", 640, "--hidden", 64)
     assert "table     none" in out and re.search(r"\nplain +the built-in choice +the built-in choice, without", out)
+    assert "a server with default settings keeps no screen\n" in out, "its head is too small"
+
+
+@pytest.mark.parametrize(
+    "name, remark", [("L40S", ""), ("Abacus", " (if there are kernels for this GPU, which is not known here)")]
+)
+def test_explain_says_that_a_server_races_a_screen_on_a_card_without_a_table(command, name, remark):
+    ask = ["explain", "--batch", 4, "--device", name, "--vocab", 151_936, "--hidden", 4096]
+    assert f"4 rows; a server with default settings {RACES.format('there is no table')}{remark}\n" in command(*ask)[1]
+    explained = json.loads(command(*ask, "--json")[1])
+    assert explained["screen_raced"] and not explained["screen"]
+    assert json.loads(command(*ask, "--dtype", "e4m3", "--json")[1])["screen_raced"] is False
 
 
 # --- list

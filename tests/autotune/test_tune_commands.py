@@ -24,9 +24,11 @@ pytest.importorskip("plotly", reason="plotly is not installed: pip install 'sgl-
 from sgl_flashsample import autotune
 from sgl_flashsample.autotune import cli, report
 from sgl_flashsample.autotune.decide import entry_of
+from sgl_flashsample.autotune.labels import DEVICES, known_device
 from sgl_flashsample.autotune.plan import EFFORTS, StudyKey
 from sgl_flashsample.autotune.space import FUSED
 from sgl_flashsample.cli import main
+from sgl_flashsample.defaults import SHIPPED
 from sgl_flashsample.kernels.config import ScreenConfig, TileConfig
 from sgl_flashsample.tables import lookup
 from sgl_flashsample.tables.schema import config_fields
@@ -56,6 +58,36 @@ def test_a_plan_says_what_is_tried_how_long_it_takes_and_where_a_server_looks(co
     assert f"{tmp_path}/fs2-NVIDIA_H200-V151936-D4096-tp1-bf16.json" in out
     assert "assumed: there is no GPU here" in out or torch.cuda.is_available()
     assert "covers all of it" in command("plan", *SHAPE, "--processes", 64)[1]
+
+
+@pytest.mark.parametrize(
+    "named, name, capability, multiprocessors",
+    [
+        ("L40S", "NVIDIA L40S", "8.9", 142),
+        ("l4", "NVIDIA L4", "8.9", 58),
+        ("RTX 4090", "NVIDIA GeForce RTX 4090", "8.9", 128),
+        ("RTX 6000 Ada", "NVIDIA RTX 6000 Ada Generation", "8.9", 142),
+        ("A10", "NVIDIA A10", "8.6", 72),
+        ("A100", "NVIDIA A100-SXM4-80GB", "8.0", 108),
+        ("H20", "NVIDIA H20", "9.0", 78),
+        ("GH200", "NVIDIA GH200 480GB", "9.0", 132),
+        ("H100", "NVIDIA H100 80GB HBM3", "9.0", 132),
+        ("H100 PCIe", "NVIDIA H100 PCIe", "9.0", 114),
+        ("H100 NVL", "NVIDIA H100 NVL", "9.0", 132),
+        ("GB200", "NVIDIA GB200", "10.0", 152),
+    ],
+)
+def test_a_plan_can_be_of_a_card_that_is_not_here(command, named, name, capability, multiprocessors):
+    code, out, err = command("plan", *SHAPE, "--device", named, "--json")
+    assert (code, err) == (0, "")
+    device = json.loads(out)["device"]
+    assert (device["name"], device["cc"], device["sms"]) == (name, capability, multiprocessors)
+
+
+def test_every_card_is_found_by_its_own_name_and_is_the_one_that_shipped_tables_were_measured_on():
+    assert all(known_device(name) is device for name, device in DEVICES.items())
+    tables = [table for _, table, _ in lookup.tables_in(SHIPPED) if table is not None]
+    assert tables and all(table.device == DEVICES[table.device.name] for table in tables)
 
 
 def test_a_plan_as_json_has_every_study(command):
@@ -191,6 +223,15 @@ def test_a_report_says_what_won_where_and_by_how_much_and_shows_names_as_text():
     unknown = report.page(msgspec.structs.replace(TABLE, measure={}), None)
     assert "Its memory is not in the table." in unknown
     assert "with a screen" not in Page(report.page(make_table(), None)).text
+
+
+@pytest.mark.parametrize("others, shown", [(None, "?"), (0, "0"), (5, "5")])
+def test_a_report_says_against_how_many_other_configurations_each_choice_was_raced(others, shown):
+    entry = msgspec.structs.replace(TABLE.entries[0], against=others)
+    page = report.page(msgspec.structs.replace(TABLE, entries=[entry], confirmed={}), None)
+    lines = page.partition("<summary>plain</summary>")[2].partition("</table>")[0].split("<tr>")[1:]
+    head, cells = (re.findall(r"<t[hd][^>]*>([^<]*)", line) for line in lines)
+    assert cells[head.index("raced against")] == shown
 
 
 BROWSER = shutil.which("chromium-headless-shell") or shutil.which("chromium")

@@ -305,6 +305,27 @@ def test_a_resolved_table_serves_its_sizes_and_the_built_in_choices_serve_the_re
     )
 
 
+@pytest.mark.parametrize(
+    "entries, confirmed, words",
+    [
+        ([5, 5, 3], [9, 3], "; raced against 3 to 9 other configurations"),
+        ([5, 5, 5], [5, 5], "; raced against 5 other configurations"),
+        ([1, 1, 1], [1, 1], "; raced against 1 other configuration"),
+        ([0, None, 1], [], "; raced against 0 to 1 other configurations where that is known"),
+        ([None, None, None], [4, 2], "; raced against 2 to 4 other configurations where that is known"),
+        ([None, None, None], [], ""),
+    ],
+)
+def test_the_line_of_a_table_says_against_how_many_others_its_choices_were_raced(
+    head, tmp_path, entries, confirmed, words
+):
+    table = own_table(head)
+    raced = [replace(entry, against=others) for entry, others in zip(table.entries, entries, strict=True)]
+    plain = replace(table.confirmed["plain"], against=confirmed)
+    line = resolve(head, file=put(tmp_path, replace(table, entries=raced, confirmed={"plain": plain}))).line()
+    assert f"; built-in ones for 2 others, where they measured fastest{words}; built-in ones without a " in line
+
+
 def test_a_table_with_screened_kinds_leaves_those_without_a_screen_alone(head, tmp_path):
     table, kind = own_table(head), KIND_NAMES["plain+screen"]
     older = resolve(head, file=put(tmp_path, table, "older")).dispatch

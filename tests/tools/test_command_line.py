@@ -60,6 +60,11 @@ def test_each_command_has_a_help_of_its_own(run, arguments, words):
     assert all(word in out for word in words)
 
 
+def test_the_help_of_the_screen_says_that_a_server_without_a_fresh_table_races_it(run):
+    out = " ".join(run("serve", "--help")[1].split())
+    assert "auto: where a tuned table, or without a fresh one a race at the start, finds it faster" in out
+
+
 @pytest.mark.parametrize(
     "arguments, message",
     [
