@@ -67,7 +67,6 @@ from sgl_flashsample.model_config import shard_of
 from sgl_flashsample.sglang.exchange import bytes_received
 from sgl_flashsample.sglang.model_graph import MODEL_GRAPHS_VARIABLE
 from sgl_flashsample.sglang.support import RANKS_VARIABLE, SPECULATION_VARIABLE
-from sgl_flashsample.switches import DETERMINISTIC_VARIABLE
 from sgl_flashsample.tools import markov
 from sgl_flashsample.tools.bench import (
     COUNTERS_EVERY,
@@ -90,7 +89,7 @@ REPEATS = 10
 COMPARED_BATCHES, COMPARED_TOKENS = (1, 8, 16), 64
 PROFILED_STEPS = 40
 PROMPTS, PROMPT_TOKENS = "prompt-logprobs", (2048, 32768)
-ANSWERED, ANSWER_TOKENS, CLIENTS = 6 if DRY_RUN else 1000, 16, 64
+ANSWERED, ANSWER_TOKENS, CLIENTS = 6 if DRY_RUN else 1000, 6, 64
 ASKED_FOR: tuple[dict[str, Any], ...] = (  # by the requests of ``answers``, in turn
     {"temperature": 1.0},
     {"temperature": 0.0},
@@ -131,7 +130,7 @@ ANSWERERS: Backends = {
         OURS,
         {
             "SGLANG_TEST_RETRACT": "1",
-            "SGLANG_TEST_RETRACT_INTERVAL": "50",
+            "SGLANG_TEST_RETRACT_INTERVAL": "7",
             # Else chunks are multiples of 4,096 tokens, and a longer prompt than a chunk of 64 is never begun.
             "SGLANG_TRITON_PREFILL_TRUNCATION_ALIGN_SIZE": CHUNK,
         },
@@ -280,7 +279,6 @@ class ModelRun:
             variables = variables | {SPECULATION_VARIABLE: "1"}
         if self.options.deterministic:
             arguments += ["--enable-deterministic-inference"]
-            variables = variables | {DETERMINISTIC_VARIABLE: "1"}
         if backend.name in (oracle.BACKEND, decision_plane.BACKEND):
             file = Path((oracle if backend.name == oracle.BACKEND else decision_plane).__file__)
             path = [str(oracle.install(model, file)), os.environ.get("PYTHONPATH", "")]

@@ -67,8 +67,6 @@ environment (1 may also be spelt true, yes or on, and 0 false, no or off):
                            of several draft heads; unset: on one GPU, with one draft head or NGRAM
   FLASHSAMPLE_DRAFTS       then, coupled (default): drafts with the noise of the target's tokens; greedy: the likeliest
                            tokens; stock: SGLang's own drafts
-  FLASHSAMPLE_DETERMINISTIC
-                           1: serve deterministic inference on a GPU, where it was not measured yet
   FLASHSAMPLE_ANY_SGLANG   1: also try SGLang versions that this release does not know
   FLASHSAMPLE_TRACE        a file: count the drawn tokens into it (sgl-flashsample trace --help)
 """

@@ -79,9 +79,7 @@ def _explain_replacement(sampler, *args, **kwargs) -> None:
         from .settings import refuse_to_start
 
         execution = get_exec()
-        mode = " (deterministic inference without FLASHSAMPLE_DETERMINISTIC=1)"
-        mode = mode if execution.deterministic.enable_deterministic_inference else ""
-        mode = f" ({ON_POLICY})" if execution.deterministic.rl_on_policy_target is not None else mode
+        mode = f" ({ON_POLICY})" if execution.deterministic.rl_on_policy_target is not None else ""
         backend = execution.kernel.sampling_backend
         reason = f"SGLang uses the sampling backend {backend} instead of {BACKEND}{mode}"
         logger.warning("flashsample: not active: %s", reason)

@@ -9,7 +9,7 @@ import torch
 from ..cpu_path import draws_in_host_memory, unsupported_by_machine
 from ..defaults import FAMILIES, family_of
 from ..files import first_line
-from ..switches import DETERMINISTIC_VARIABLE, RANKS_VARIABLE, SPECULATION_VARIABLE, switch
+from ..switches import RANKS_VARIABLE, SPECULATION_VARIABLE, switch
 from . import quantised
 
 # Algorithms whose drafts SGLang verifies in the one place that we know.
@@ -51,7 +51,6 @@ def unsupported_server() -> str | None:
         ("context parallelism", ranks > 1 and parallel.attn_cp_size > 1),
         ("a dump of tensors, which reads logits, with several ranks", ranks > 1 and (dump is not None or _dumps())),
         ("on-policy RL logprobs", execution.deterministic.rl_on_policy_target is not None),
-        ("deterministic inference without FLASHSAMPLE_DETERMINISTIC=1", is_deterministic() and not _may_be_invariant()),
         ("deterministic inference with several ranks", is_deterministic() and (ranks > 1 or parallel.pp_size > 1)),
         ("deterministic inference with speculative decoding", is_deterministic() and speculates()),
         (
@@ -225,12 +224,7 @@ def is_deterministic() -> bool:
 
 def keeps_backend(arguments: Any) -> bool:
     """Our backend stays in SGLang's deterministic mode. arguments: SGLang's ServerArgs."""
-    return arguments.rl_on_policy_target is None and _may_be_invariant()
-
-
-def _may_be_invariant() -> bool:
-    """No GPU has run deterministic inference yet: there it is served where that is asked for."""
-    return not torch.cuda.is_available() or bool(switch(DETERMINISTIC_VARIABLE))
+    return arguments.rl_on_policy_target is None
 
 
 def speculates() -> bool:

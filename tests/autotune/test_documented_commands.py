@@ -34,6 +34,12 @@ RUN_ELSEWHERE = {
         "tests/tools/test_command_line.py::test_a_server_can_be_required_to_fuse"
     ),
     "sgl-flashsample tune COMMAND --help": "tests/autotune/test_tune_commands.py",
+    "FLASHSAMPLE_TRACE=hot.json sglang serve --model-path MODEL --sampling-backend flashsample": (
+        "tests/sglang/test_server.py::test_a_server_that_is_asked_to_counts_what_it_draws_whoever_draws_it"
+    ),
+    "sgl-flashsample trace map hot.json --out map.pt": (
+        "tests/tools/test_trace_commands.py::test_a_map_has_the_most_frequent_ids_as_sglang_reads_them"
+    ),
 }
 
 

@@ -236,7 +236,7 @@ def test_answers_that_differ_are_counted_and_those_that_are_short_or_not_fused_a
                 tokens, logprobs = answers[0]["output_ids"], answers[0]["meta_info"]
                 tokens[0] = int(seed == 3)
                 logprobs["input_token_logprobs"] = [[-0.5 if seed == 5 else -0.25, 1, None]]
-                del tokens[15 if self.fault == "short" else 16 :]
+                del tokens[serve.ANSWER_TOKENS - (self.fault == "short") :]
                 self.log_lines = "a retraction\nTesting retraction. #retracted_reqs: 2, #new\n#retracted_reqs: 1, #new"
             return answers
 
@@ -264,12 +264,12 @@ def test_answers_that_differ_are_counted_and_those_that_are_short_or_not_fused_a
         gaps = [(gap.get("way"), gap["reason"]) for gap in result.env["not_run"]]
         return [[row[name] for name in figures] for row in rows], gaps
 
-    among, other = serve.WAYS
+    (among, other), few = serve.WAYS, serve.ANSWER_TOKENS
     assert run(alone=20) == ([[among, 20, 1, 1, 0], [other, 20, 0, 0, 3]], [])
     assert run(alone=5) == ([[among, 5, 1, 0, 0], [other, 5, 0, 0, 3]], []), "those that were asked in time"
     assert run(alone=0) == ([], [(among, "out of time"), (other, "out of time")])
     for fault, reason in (
-        ("short", "ServerError: an answer has [15, 16] tokens and logprobs; expected 16 of each"),
+        ("short", f"ServerError: an answer has [{few - 1}, {few}] tokens and logprobs; expected {few} of each"),
         ("native", "ServerError: the paths of the answers are"),
     ):
         rows, ((way, said),) = run(alone=20, fault=fault)

@@ -244,7 +244,8 @@ def test_the_readme_says_what_drafts_gain_how_far_models_are_apart_and_what_was_
         return f"{min(found):.2f} to {max(found):.2f}"
 
     said(
-        f"{apart(1.0)} apart in total variation, temperature 1: {gain(1.0)}; {apart(0.7)} apart, temperature 0.7: {gain(0.7)}",
+        f"{apart(1.0)} apart in total variation, temperature 1: {gain(1.0)}",
+        f"{apart(0.7)} apart, temperature 0.7: {gain(0.7)}",
         f"{apart(0.0)} apart, greedy requests: {gain(0.0)}",
         "Stock's rejection sampling was not measured",
     )

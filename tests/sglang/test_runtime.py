@@ -58,7 +58,6 @@ from sgl_flashsample.sglang.runtime import Runtime
 from sgl_flashsample.sglang.screen_lifecycle import SCREEN_VARIABLE, ScreenMode
 from sgl_flashsample.sglang.settings import REPORT_PATH_VARIABLE, REQUIRE_VARIABLE, NotActiveError
 from sgl_flashsample.sglang.step_graphs import RETRY_SECONDS, SLOTS, StepCounts
-from sgl_flashsample.switches import DETERMINISTIC_VARIABLE
 from sgl_flashsample.tables import fingerprint, lookup
 from sgl_flashsample.tables.schema import Entry
 
@@ -1431,17 +1430,6 @@ def test_deterministic_mode_keeps_our_backend_where_it_is_asked_for_and_leaves_o
     view = types.SimpleNamespace(sampling_backend=backend, rl_on_policy_target=target)
     forced = {"sampling_backend": "pytorch"}
     assert plugin._keep_backend(lambda view: forced, view) == ({} if keeps else forced)
-
-
-@pytest.mark.parametrize("wanted", [False, True])
-def test_deterministic_mode_on_a_gpu_is_ours_where_the_user_says_so(server_config, monkeypatch, wanted):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setenv(DETERMINISTIC_VARIABLE, str(int(wanted)))
-    server_config.exec.deterministic.enable_deterministic_inference = True
-    view = types.SimpleNamespace(sampling_backend=plugin.BACKEND, rl_on_policy_target=None)
-    assert plugin._keep_backend(lambda view: "SGLang's", view) == ({} if wanted else "SGLang's")
-    reason = "deterministic inference without FLASHSAMPLE_DETERMINISTIC=1 is not supported yet"
-    assert support.unsupported_server() == (None if wanted else reason)
 
 
 @pytest.mark.parametrize("must_fuse", [False, True])
