@@ -202,8 +202,6 @@ def lm_head_sample_kernel(
         state, better = add_tile(state, tile, score, mass, peak, inv_temperature, TRUNCATE, KEEP_MASS)
         best_logits = tl.where(better[:, None, :], pack_bf16(logits) if PACKED else logits, best_logits)
 
-    if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()  # not before: they would take room from the products
     best_group = (vocab_start + state.tile * BLOCK_V) // rng.GROUP_SIZE + offs_g[:, None]
     top_score, top_group, chosen = best_of_slots(state.score, best_group, TOP_GROUPS)
     best_logits = tl.reshape(best_logits, [NUM_GROUPS // TOP_GROUPS, TOP_GROUPS, best_logits.shape[1], BLOCK_B])
@@ -291,10 +289,11 @@ def lm_head_sample(
     if num_rows == 0:
         return SampleOutput.empty(0, hidden.device, return_logprob)
     splits = num_splits(head, num_rows, tile)
-    quantized, early = None, supports_early_launch(hidden.device)
+    quantized, early = None, False
     if head.scale is not None:
         workspace = Workspace.for_splits(splits, num_rows, hidden.device, workspace)
         half = workspace.half_hidden(num_rows, hidden.shape[1])
+        early = supports_early_launch(hidden.device)
         scale_hidden(hidden, half, early=early)
         hidden, quantized = half.states, QuantizedOperands(head.scale, half.unit)
     tile = head.without_unsupported_tma(tile, hidden)

@@ -16,7 +16,7 @@ from . import rng
 from .config import cdiv, next_power_of_2
 from .epilogue import LIMIT, invert_temperature, relative_mass
 from .intrinsics import mul_rn
-from .launch import launch, supports_early_launch
+from .launch import launch
 from .params import ROW_POINTERS, BatchParams, LogitsSpec, SampleOutput
 from .workspace import Workspace
 
@@ -173,10 +173,7 @@ def reduce_splits_kernel(
     # constexpr
     BLOCK_P: tl.constexpr,
     BLOCK_R: tl.constexpr,
-    EARLY: tl.constexpr,
 ):
-    if EARLY:
-        tl.extra.cuda.gdc_wait()
     draw_from_splits(
         splits,
         temperature_ptr,
@@ -213,7 +210,7 @@ def reduce_splits(
             f"num_splits is {num_splits}; expected 1 to {max_splits}, and {num_rows} rows of them "
             f"in the workspace's {workspace.slots} slots"
         )
-    output, early = SampleOutput.empty(num_rows, device, return_logprob), supports_early_launch(device)
+    output = SampleOutput.empty(num_rows, device, return_logprob)
     launch(
         reduce_splits_kernel,
         cdiv(num_rows, rows_per_program),
@@ -227,9 +224,8 @@ def reduce_splits(
             num_splits,
             spec.vocab_end,
         ),
-        {"BLOCK_P": next_power_of_2(max_splits), "BLOCK_R": rows_per_program, "EARLY": early},
+        {"BLOCK_P": next_power_of_2(max_splits), "BLOCK_R": rows_per_program},
         1,
         (device.index, return_logprob),
-        early=early,
     )
     return output

@@ -36,7 +36,7 @@ from .epilogue import (
     transform_logits,
 )
 from .intrinsics import drop_nan
-from .launch import launch, resident_programs, supports_early_launch
+from .launch import launch, resident_programs
 from .params import ROW_POINTERS, TRITON_DTYPES, BatchParams, LogitsSpec, SampleOutput
 from .reduce_splits import draw_if_last
 from .split_launch import SplitLaunch
@@ -74,10 +74,7 @@ def sample_logits_kernel(
     TILE: tl.constexpr,
     TOP_GROUPS: tl.constexpr,
     BLOCK_P: tl.constexpr,
-    EARLY: tl.constexpr,
 ):
-    if EARLY:
-        tl.extra.cuda.gdc_wait()
     BLOCK_B: tl.constexpr = TILE.block_b
     BLOCK_V: tl.constexpr = TILE.block_v
     NUM_GROUPS: tl.constexpr = BLOCK_V // rng.GROUP_SIZE
@@ -155,8 +152,6 @@ def sample_logits_kernel(
             store_group_max(buffer, peak, first // rng.GROUP_SIZE, offs_b, keep, num_groups)
         state, _ = add_tile(state, tile, score, mass, peak, inv_temperature, TRUNCATE, KEEP_MASS)
 
-    if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
     best_group = (vocab_start + state.tile * BLOCK_V) // rng.GROUP_SIZE + offs_g[:, None]
     top_score, top_group, chosen = best_of_slots(state.score, best_group, TOP_GROUPS)
     columns = top_group[:, None, :] * rng.GROUP_SIZE - vocab_start + offs_i[None, :, None]
@@ -252,7 +247,6 @@ def sample_logits(
     shared = SplitLaunch(params, spec, rounding, config, splits, bound, workspace, return_logprob)
     plain = params.truncation is None and params.edits is None and not return_logprob
     stride = logits.stride(0) if num_rows > 1 else 0
-    early = supports_early_launch(device)
     launch(
         sample_logits_kernel,
         splits * cdiv(num_rows, config.block_b),
@@ -272,7 +266,7 @@ def sample_logits(
             shared.features.softcap,
             shared.features.given_edits,
         ),
-        {"ALL_GREEDY": params.all_greedy and plain, **shared.constants, "EARLY": early},
+        {"ALL_GREEDY": params.all_greedy and plain, **shared.constants},
         config.num_warps,
         (
             device.index,
@@ -281,6 +275,5 @@ def sample_logits(
             (stride % 16 == 0, stride == 1, stride < 2**31),
             *shared.variant,
         ),
-        early=early,
     )
     return shared.draw(truncation_config)

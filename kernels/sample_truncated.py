@@ -19,7 +19,7 @@ from . import rng
 from .config import TruncationConfig, next_power_of_2
 from .epilogue import invert_temperature, rows_truncated
 from .intrinsics import LOG2_E
-from .launch import launch, resident_programs, supports_early_launch
+from .launch import launch, resident_programs
 from .params import ROW_POINTERS, BatchParams, LogitsSpec, SampleOutput
 from .reduce_splits import draw_from_splits, mass_of_splits, store_logprob
 from .search_truncated import search_truncated
@@ -258,11 +258,7 @@ def sample_truncated_kernel(
     BLOCK_S: tl.constexpr,
     CANDIDATES: tl.constexpr,
     KEY_SHIFT: tl.constexpr,
-    EARLY: tl.constexpr,
 ):
-    if EARLY:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
     width = num_groups * rng.GROUP_SIZE  # a multiple that the compiler knows: it loads 16 bytes at a time
     row = tl.program_id(0) // num_programs
     program = tl.program_id(0) % num_programs
@@ -393,7 +389,7 @@ def sample_truncated(
             f"expected at least {num_rows} rows of {spec.vocab_size} rounded up to a multiple of {rng.GROUP_SIZE}"
         )
     assert params.truncation is not None
-    output, early = SampleOutput.empty(num_rows, device, return_logprob), supports_early_launch(device)
+    output = SampleOutput.empty(num_rows, device, return_logprob)
     # Each program of a row finds its candidates anew: no more of them than run at a time.
     programs = config.splits
     while programs > 1 and num_rows * programs > resident_programs(device, _RESIDENT):
@@ -423,11 +419,9 @@ def sample_truncated(
             "BLOCK_S": num_group_blocks(buffer.width),
             "CANDIDATES": config.candidate_groups,
             "KEY_SHIFT": key_shift(buffer.dtype),
-            "EARLY": early,
         },
         config.num_warps,
         (device.index, buffer.dtype, return_logprob),
-        early=early,
     )
     search_truncated(buffer, params, spec, output, config)
     return output

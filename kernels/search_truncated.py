@@ -17,7 +17,7 @@ import triton.language as tl
 from . import rng
 from .config import TruncationConfig
 from .epilogue import invert_temperature, relative_mass
-from .launch import launch, supports_early_launch
+from .launch import launch
 from .params import ROW_POINTERS, BatchParams, LogitsSpec, SampleOutput
 from .reduce_splits import store_logprob
 from .truncation_math import (
@@ -216,10 +216,7 @@ def search_truncated_kernel(
     BLOCK_S: tl.constexpr,
     WINDOW: tl.constexpr,
     GATHER: tl.constexpr,
-    EARLY: tl.constexpr,
 ):
-    if EARLY:
-        tl.extra.cuda.gdc_wait()
     row = tl.program_id(0) // SPLITS
     split = tl.program_id(0) % SPLITS
     if tl.load(buffer.status + row) < 0:
@@ -282,8 +279,7 @@ def search_truncated(
 ) -> None:
     """Fill ``output`` in the rows whose ``buffer.status`` is negative."""
     assert params.truncation is not None
-    blocks, device = num_group_blocks(buffer.width), params.temperature.device
-    early = supports_early_launch(device)
+    blocks = num_group_blocks(buffer.width)
     launch(
         search_truncated_kernel,
         params.temperature.shape[0] * config.search_splits,
@@ -303,9 +299,7 @@ def search_truncated(
             "BLOCK_S": blocks,
             "WINDOW": min(config.window, blocks),
             "GATHER": min(config.gather, blocks),
-            "EARLY": early,
         },
         config.search_warps,
-        (device.index, buffer.dtype, output.logprobs is None),
-        early=early,
+        (params.temperature.device.index, buffer.dtype, output.logprobs is None),
     )
