@@ -61,23 +61,27 @@ BYTES_PER_SECOND = 3e12
 @dataclasses.dataclass(frozen=True)
 class Effort:
     """budget: seconds of the whole run. share: the part of it that the search may take. cap: configurations per study.
-    finalists: per study in a race. transfer: also race between two batch sizes. baselines: race FlashInfer too."""
+    proposed: the least share of them that the sampler proposes. finalists: per study in a race. transfer: also race
+    between two batch sizes. baselines: race FlashInfer too."""
 
     name: str
     budget: float
     share: float
     cap: int
+    proposed: float
     finalists: int
     policy: Policy
     transfer: bool
     baselines: bool
 
 
+# Proposals are two of the six trials of a `quick` study, and three of a screened one's in `full`: there, recombinations
+# find more. The other studies of `full` run out of seeds, and propose more.
 EFFORTS = {
-    "quick": Effort("quick", 53.0, 0.42, 6, 2, Policy(least=5, step=3, most=14), False, False),
-    "full": Effort("full", 285.0, 0.8, 72, 3, Policy(), True, True),
+    "quick": Effort("quick", 53.0, 0.42, 6, 1 / 3, 2, Policy(least=5, step=3, most=14), False, False),
+    "full": Effort("full", 285.0, 0.8, 72, 1 / 12, 3, Policy(), True, True),
     # Every configuration of the declared space: the oracle that searches are compared with.
-    "exhaustive": Effort("exhaustive", 4 * 3600.0, 0.9, 10**9, 4, Policy(most=60), True, True),
+    "exhaustive": Effort("exhaustive", 4 * 3600.0, 0.9, 10**9, 0.0, 4, Policy(most=60), True, True),
 }
 RANK = {name: place for place, name in enumerate(EFFORTS)}
 

@@ -19,7 +19,7 @@ from .decisions import CONFIDENT, Decision, baseline_ratio, decisions, device_an
 from .labels import GEMM, config_of, key_of
 from .pages import document, environment_section, figure_html, grid, sized, text
 from .plan import EFFORTS, Plan
-from .study import STARTUP, finished_study
+from .study import finished_study
 from .trials import read_events, recalled
 
 COLOURS = {
@@ -29,6 +29,7 @@ COLOURS = {
     "flashinfer": "#e08214",
     "built-in": "#777777",
 }
+LEAST_KNOWN = 12  # timed configurations of a study whose importances are shown
 TAKEN, BUILT_IN = "choice", "built-in choice"
 LINES = {
     TAKEN: "#d62728",
@@ -253,7 +254,7 @@ def study_figures(plan: Plan, name: str, trials: Sequence[dict[str, Any]]) -> It
     known = sum(trial.value is not None for trial in study.trials)
     if known:
         yield sized(optuna.visualization.plot_optimization_history(study, target_name="ratio"))
-    if known >= STARTUP:
+    if known >= LEAST_KNOWN:
         evaluator = optuna.importance.PedAnovaImportanceEvaluator()
         try:
             yield sized(optuna.visualization.plot_param_importances(study, evaluator=evaluator))

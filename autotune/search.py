@@ -79,7 +79,11 @@ class Search:
         # Studies with a built-in choice come first: it races in any case, and one process alone compiles during races.
         for key in sorted(plan.studies, key=lambda key: not plan.defaults(key)):
             self.studies[key] = Study(
-                plan.space(key), plan.seeds(key, elsewhere), plan.cap(key), seed=plan.studies.index(key)
+                plan.space(key),
+                plan.seeds(key, elsewhere),
+                plan.cap(key),
+                proposed=plan.effort.proposed,
+                seed=plan.studies.index(key),
             )
         self.over: set[StudyKey] = set()
         self.spent: collections.Counter[str] = collections.Counter()  # seconds of all processes, by part of their work
@@ -237,6 +241,7 @@ class Search:
             us={str(rows): round(value, 3) for rows, value in us.items()},
             reason=reason,
             detail=detail,
+            proposed=config in study.proposals,
         )
         if reason:
             self.context.reject(config, key.kind, reason, detail)

@@ -2,8 +2,7 @@
 
 Optuna's TPE proposes (ask and tell); races decide, elsewhere. The study lives in memory and is
 rebuilt from our own log of trials (``trials.py``): a storage of Optuna's would be a second truth, and its journal does
-not survive a line that was cut short. Spaces of at most ``BRUTE`` configurations, or of no more than the study may try,
-are tried as a whole.
+not survive a line that was cut short. Spaces of no more configurations than the study may try are tried as a whole.
 """
 
 from __future__ import annotations
@@ -25,8 +24,7 @@ from .space import LAUNCH_AXES, Launches, Space
 warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
 optuna.logging.set_verbosity(optuna.logging.WARNING)
 
-BRUTE = 64
-STARTUP = 12  # trials before the surrogate has a say
+STARTUP = 2  # trials before the surrogate has a say: a short study has told it no more when it first proposes
 POLISH = 0.6  # share of the trials after which neighbours of the best are tried again: the sampler skips them
 LEADERS = 2  # configurations whose neighbours are tried, whatever batch size they lead at
 # Recombinations of known launches whose times add up: the number that is tried next per batch size; the share by which
@@ -49,11 +47,15 @@ class Study:
     """Proposes configurations of ``space``, in this order: (1) recombinations that are predicted to be at least
     ``LARGE_PROMISE`` faster, (2) ``seeds``, (3) recombinations that are predicted to be at least ``MIN_PROMISE``
     faster, (4) neighbours of the leaders, (5) proposals of TPE, (6) after the share ``POLISH`` of the trials,
-    neighbours of the new leaders. cap: number of trials. baseline: microseconds per batch size that a trial is compared
+    neighbours of the new leaders. The last trials are proposals of TPE until these are the share ``proposed`` of all.
+    cap: number of trials. proposals: TPE's so far. baseline: microseconds per batch size that a trial is compared
     with."""
 
-    def __init__(self, space: Space, seeds: Iterable[Config], cap: int, *, seed: int = 0) -> None:
-        self.space, self.cap = space, cap
+    def __init__(
+        self, space: Space, seeds: Iterable[Config], cap: int, *, proposed: float = 0.0, seed: int = 0
+    ) -> None:
+        self.space, self.cap, self.proposed = space, cap, proposed
+        self.proposals: set[Config] = set()
         self.baseline: dict[int, float] = {}
         self.trials: dict[Config, Trial] = {}
         self._asked: dict[Config, optuna.Trial | None] = {}  # None where the proposal is not Optuna's
@@ -65,7 +67,7 @@ class Study:
 
     @property
     def brute(self) -> bool:
-        return len(self.space.points) <= max(BRUTE, self.cap)
+        return len(self.space.points) <= self.cap
 
     @property
     def size(self) -> int:
@@ -92,7 +94,7 @@ class Study:
         it is told more."""
         if self.known >= self.size:
             return None
-        config = self._next_seed()
+        config = None if self._is_reserved else self._next_seed()
         if config is None and self.brute:
             config = next(filter(self._is_unknown, self.space.points), None)
         elif config is None:
@@ -100,6 +102,12 @@ class Study:
         if config is not None:
             self._asked[config] = None
         return config
+
+    @property
+    def _is_reserved(self) -> bool:
+        """True where all trials that are left are the sampler's."""
+        owed = math.ceil(self.proposed * self.size) - len(self.proposals)
+        return not self.brute and self.size - self.known <= owed
 
     def tell(self, config: Config, us: Mapping[int, float] | None, reason: str = "", detail: str = "") -> None:
         """us: microseconds per batch size; None where ``config`` was rejected, with the reason. The first times that a
@@ -203,6 +211,7 @@ class Study:
             config = self.space.config(point)
             if config is not None and self._is_unknown(config):
                 self._asked[config] = trial
+                self.proposals.add(config)
                 return config
             if config is not None and config in self._asked:
                 # Ignored: its value will be told.
@@ -214,6 +223,7 @@ class Study:
             return None
         drawn = self._random.choice(unknown)
         self._asked[drawn] = None
+        self.proposals.add(drawn)
         return drawn
 
     def _tell_optuna(self, config: Config, asked: optuna.Trial | None) -> None:

@@ -1,5 +1,5 @@
-"""The tables of README.md, benchmarks/README.md and docs/results/index.md, from result files and nothing else. Loads no
-torch.
+"""The tables of README.md, benchmarks/README.md, docs/results/index.md and docs/tune/decisions.md, from result files
+and nothing else. Loads no torch.
 
 A result file is ``<gpu>-<benchmark>.json``: ``h200-kernels.json``, ``h100-serve.json``; ``cpu.json`` is from a CPU.
 """
@@ -10,6 +10,7 @@ import collections
 import dataclasses
 import functools
 import json
+import math
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -498,6 +499,30 @@ def tuned(folder: Path) -> str:
     return "\n\n".join(blocks) or NOT_MEASURED
 
 
+def proposals(folder: Path) -> Table | None:
+    """How much slower than the fastest of a sweep searches choose, without the sampler's share of their trials and with
+    it; by head, over all batch sizes. Without its share it still proposes where a search has tried all seeds."""
+    lines = []
+    for results in (Results(gpu, folder) for gpu in gpus(folder)):
+        for head, searched in results.section("tuning", "proposals").items():
+            cells: dict[str, dict[bool, list[Row]]] = {}
+            for size in searched["sizes"]:
+                cells.setdefault(size["effort"], {}).setdefault(size["share"] > 0, []).append(size)
+            for effort, of in cells.items():
+                lines.append(
+                    [f"{results.name}, {head}, `{effort}`", *(_regret(of[shared]) for shared in (False, True))]
+                )
+    head = ["regret of a search (trials that Optuna proposed)", "without its share", "with its share"]
+    return (head, lines) if lines else None
+
+
+def _regret(sizes: list[Row]) -> str:
+    """The mean over the batch sizes of one search, its standard error, and the trials."""
+    mean = sum(size["off"] for size in sizes) / len(sizes)
+    error = math.sqrt(sum(size["se"] ** 2 for size in sizes)) / len(sizes)
+    return f"{100 * mean:.2f} ± {100 * error:.2f} % ({sizes[0]['proposed']} of {sizes[0]['trials']})"
+
+
 def _gains(over: list[float]) -> str:
     """The number of sizes with another choice than the built-in one, and the range of their times over its times."""
     other = [f"{ratio:.3f}" for ratio in sorted(over) if ratio != 1.0]
@@ -579,4 +604,5 @@ SECTIONS: dict[str, Callable[[Path], str]] = {
     "standing-and-traffic": _table(standing_and_traffic),
     "losses": losses,
     "tuned": tuned,
+    "proposals": _table(proposals),
 }

@@ -4,6 +4,7 @@
 
 runs       wall time of `tune run`, from empty caches; a second one does nothing
 regret     a part of the space, swept, against what the search chooses in it
+proposals  the same of searches of both efforts, with the sampler's share of their trials and without
 sweep      batch sizes at and between the measured ones: the tuned choice against the built-in one
 replay     `tune verify` in a fresh process
 
@@ -41,7 +42,7 @@ from sgl_flashsample.autotune import pool
 from sgl_flashsample.autotune.cli import sizes_of
 from sgl_flashsample.autotune.decisions import device_and_head, traits_of
 from sgl_flashsample.autotune.labels import config_of, key_of, setup_request
-from sgl_flashsample.autotune.plan import EFFORTS, Plan, StudyKey
+from sgl_flashsample.autotune.plan import EFFORTS, Effort, Plan, StudyKey
 from sgl_flashsample.autotune.pool import PoolError, ask_once, visible_gpu
 from sgl_flashsample.autotune.progress import Progress
 from sgl_flashsample.autotune.race import Ratio, robust_mean, t_quantile
@@ -52,7 +53,7 @@ from sgl_flashsample.autotune.trials import read_events
 from sgl_flashsample.dispatch import DispatchTable
 from sgl_flashsample.kinds import KIND_NAMES, MAX_SCREENED_ROWS, PLAIN, BatchKind, Config
 from sgl_flashsample.tables.lookup import Match, TableFile, Target, dispatch_of
-from sgl_flashsample.tables.schema import HeadShape, Table
+from sgl_flashsample.tables.schema import Device, HeadShape, Table
 
 BETWEEN = (*range(1, 17), 20, 24, 31, 32, 33, 48, 64, 65, 96, 127, 128, 129, 200, 256, 257, 384, 511, 512)
 SWEEP_ROUNDS, REGRET_ROUNDS = 25, 60
@@ -291,20 +292,10 @@ def regret(setting: Setting) -> dict[str, Any]:
     """The sweep ranks all of the part by its screening; the fastest of them and the search's choice then race."""
     chosen = _tune_part(setting, "part-search", "full")
     _tune_part(setting, "part-sweep", "exhaustive")
-    kind = PartPlan.STUDY.kind
     space = PartPlan(*device_and_head(chosen), EFFORTS["full"]).space(PartPlan.STUDY)
     trials = setting.events("part-sweep", "trial")
     timed = [trial for trial in trials if trial["us"]]
-    dispatch, sizes = dispatch_for(chosen), []
-    with setting.racing("part-sweep") as racer:
-        for rows in (rows for rows in chosen.sizes(str(kind)) if rows in PartPlan.SIZES):
-            setting.require_time()
-            choice = dispatch.lookup(rows, kind)
-            raced = [choice, *(config_of(PartPlan.STUDY.path, trial["config"]) for trial in _fastest(timed, rows))]
-            samples, clocks = racer.race(kind, rows, raced, REGRET_ROUNDS)
-            best, ratio = best_by_half(samples, clocks, key_of(choice))
-            row = compared(kind, rows, key_of(choice), best, samples, ratio)
-            sizes.append(row | {"raced": len(samples)})
+    sizes = _regrets(setting, [(chosen, {})])
     tried = len(setting.events("part-search", "trial"))
     cells = (f"{100 * one['off']:.2f} ± {100 * one['se']:.2f} % at {one['batch']}" for one in sizes)
     return {
@@ -319,14 +310,60 @@ def regret(setting: Setting) -> dict[str, Any]:
     }
 
 
+def proposals(setting: Setting) -> dict[str, Any]:
+    """Each search's choices race beside the fastest of the sweep."""
+    arms = [(effort, with_share) for effort in ("quick", "full") for with_share in (False, True)]
+    tables = []
+    for effort, with_share in arms:
+        name = f"part-{effort}-{'with' if with_share else 'without'}-share"
+        share = EFFORTS[effort].proposed if with_share else 0.0
+        chosen = _tune_part(setting, name, effort, share)
+        trials = setting.events(name, "trial")
+        proposed = sum(trial["proposed"] for trial in trials)
+        about = {"effort": effort, "share": round(share, 3), "trials": len(trials), "proposed": proposed}
+        tables.append((chosen, about))
+    _tune_part(setting, "part-sweep", "exhaustive")
+    sizes, words = _regrets(setting, tables), []
+    for _, about in tables:
+        off = statistics.fmean(size["off"] for size in sizes if about.items() <= size.items())
+        proposed = f"{about['proposed']} of {about['trials']} configurations proposed"
+        words.append(f"{about['effort']} {100 * off:.2f} % with {proposed}")
+    return {"summary": "; ".join(words), "study": str(PartPlan.STUDY), "sizes": sizes}
+
+
+def _regrets(setting: Setting, tables: Sequence[tuple[Table, dict[str, Any]]]) -> list[dict[str, Any]]:
+    """The choices of each table over the fastest of the sweep, in one race of all per size. tables: with the fields
+    that name them in their rows."""
+    kind, sizes = PartPlan.STUDY.kind, []
+    timed = [trial for trial in setting.events("part-sweep", "trial") if trial["us"]]
+    measured = set.intersection(*(set(table.sizes(str(kind))) for table, _ in tables))
+    with setting.racing("part-sweep") as racer:
+        for rows in sorted(measured & set(PartPlan.SIZES)):
+            setting.require_time()
+            choices = [dispatch_for(table).lookup(rows, kind) for table, _ in tables]
+            raced = [*choices, *(config_of(PartPlan.STUDY.path, trial["config"]) for trial in _fastest(timed, rows))]
+            samples, clocks = racer.race(kind, rows, raced, REGRET_ROUNDS)
+            for choice, (_, names) in zip(choices, tables, strict=True):
+                best, ratio = best_by_half(samples, clocks, key_of(choice))
+                row = compared(kind, rows, key_of(choice), best, samples, ratio)
+                sizes.append(names | row | {"raced": len(samples)})
+    return sizes
+
+
 def _fastest(trials: list[dict[str, Any]], rows: int) -> list[dict[str, Any]]:
     """The fastest trials by their screening at the size nearest to ``rows``."""
     nearest = str(min(map(int, trials[0]["us"]), key=lambda size: abs(size - rows)))
     return sorted(trials, key=lambda trial: trial["us"][nearest])[:RACED]
 
 
-def _tune_part(setting: Setting, name: str, effort: str) -> Table:
-    """Raises SectionError."""
+def _tune_part(setting: Setting, name: str, effort: str, share: float | None = None) -> Table:
+    """share: of the trials, for the sampler; None for the effort's own. Raises SectionError."""
+
+    def plan(device: Device, head: HeadShape, effort: Effort, sizes: tuple[int, ...]) -> PartPlan:
+        if share is not None:
+            effort = dataclasses.replace(effort, proposed=share)
+        return PartPlan(device, head, effort, sizes)
+
     options = Options(
         setting.head,
         setting.folder / name,
@@ -335,7 +372,7 @@ def _tune_part(setting: Setting, name: str, effort: str) -> Table:
         compilers=1 if setting.simulated else None,
         baselines="off",
         sizes=PartPlan.SIZES,
-        plan=PartPlan,
+        plan=plan,
     )
     before = dict(os.environ)
     os.environ.update(setting.environment("part-sweep"))
@@ -407,6 +444,7 @@ def replay(setting: Setting) -> dict[str, Any]:
 SECTIONS: dict[str, Callable[[Setting], dict[str, Any]]] = {
     "runs": runs,
     "regret": regret,
+    "proposals": proposals,
     "sweep": sweep,
     "replay": replay,
 }

@@ -71,6 +71,55 @@ def test_a_small_space_is_walked_and_nothing_is_asked_twice():
     assert finish(study) == len(small.points) == len(study.trials)
 
 
+@pytest.mark.parametrize("plan", [QUICK, FULL], ids=lambda plan: plan.effort.name)
+def test_every_study_of_an_effort_has_proposals_of_the_sampler_and_begins_with_its_first_seed(plan):
+    search, effort = Search(context_of(plan), InstantPool()), plan.effort
+    for key, study in search.studies.items():
+        first = study.ask()
+        study.tell(first, {16: 300.0})
+        finish(study, lambda config, key=key: 300.0 * (1 + 0.2 * hashed(key, config)))
+        assert first == plan.seeds(key)[0]
+        assert len(study.trials) == plan.cap(key)
+        assert len(study.proposals) >= effort.proposed * plan.cap(key)
+    proposed = sum(len(study.proposals) for study in search.studies.values())
+    assert proposed >= search.size / 3, "and of all trials of a run at least a third"
+
+
+def test_the_last_trials_are_proposals_if_there_are_seeds_for_all():
+    seeds = SPACE.first()
+    study = Study(SPACE, seeds, 6, proposed=1 / 3)
+    finish(study)
+    assert list(study.trials)[:4] == seeds[:4] and set(list(study.trials)[4:]) == study.proposals
+    without = Study(SPACE, seeds, 6)
+    finish(without)
+    assert list(without.trials) == seeds[:6] and not without.proposals
+
+
+def test_a_proposal_follows_from_the_times_though_they_are_few():
+    """Four trials tell which warps are fast: uniform draws would have them in half of the proposals."""
+    seeds, fast = SPACE.first(), 0
+    for seed in range(20):
+        study = Study(SPACE, seeds, 6, proposed=1 / 3, seed=seed)
+        finish(study, lambda config: 100.0 if config.num_warps == 8 else 300.0)
+        fast += sum(config.num_warps == 8 for config in study.proposals)
+    assert fast >= 30
+
+
+def test_two_studies_with_the_same_seed_and_times_try_the_same():
+    one, other = (Study(SPACE, SPACE.first(), 24, proposed=1 / 3, seed=7) for _ in range(2))
+    finish(one)
+    finish(other)
+    assert list(one.trials) == list(other.trials) and one.proposals == other.proposals
+
+
+def test_a_space_that_is_tried_as_a_whole_needs_no_proposals_and_a_small_one_that_is_not_has_its_share():
+    small = Space(Limits(64, 2, 60_000, False, 72), FUSED, 128, False, False)
+    whole = Study(small, small.first(), len(small.points), proposed=1 / 3)
+    assert finish(whole) == len(small.points) and not whole.proposals
+    part = Study(small, small.first(), 6, proposed=1 / 3)
+    assert finish(part) == 6 and len(part.proposals) >= 2
+
+
 def test_a_study_goes_on_from_what_is_remembered():
     first, second = Study(SPACE, SPACE.first(), 30), Study(SPACE, SPACE.first(), 40)
     finish(first)
@@ -186,6 +235,15 @@ def test_a_study_that_is_slower_than_others_everywhere_is_over_and_one_that_is_n
     for config in list(search.studies[alone].space.points)[:PROBATION]:
         search.tell(alone, config, dict.fromkeys(FULL.probes(alone), 1e6), None)
     assert alone not in search.over, "nobody else has been timed for its batches"
+
+
+def test_the_log_says_which_trials_the_sampler_proposed():
+    search = Search(context_of(QUICK), InstantPool())
+    key = StudyKey(FUSED, PLAIN, 16)
+    while (config := search.studies[key].ask()) is not None:
+        search.tell(key, config, dict.fromkeys(QUICK.probes(key), cost(config)), None)
+    proposed = [event["proposed"] for event in search.context.log.of("trial")]
+    assert proposed == [False] * 4 + [True] * 2
 
 
 def test_a_study_of_which_nothing_runs_is_named_with_the_reason():

@@ -994,7 +994,9 @@ def test_the_page_of_results_has_every_table_and_both_pages_are_short(load):
     page = report.PAGE.read_text()
     of_the_readme = {name for name in load("tables").SECTIONS if name.startswith("summary-")}
     shown = set(report.MARKER.findall(page))
-    assert shown == {*load("tables").SECTIONS, "summary-picture"} - of_the_readme
+    of_the_tuner = set(report.MARKER.findall(report.PAGE_OF_THE_TUNER.read_text()))
+    assert of_the_tuner == {"proposals"}
+    assert shown == {*load("tables").SECTIONS, "summary-picture"} - of_the_readme - of_the_tuner
     assert words(page) <= 900
     about = (FOLDER / "README.md").read_text()
     assert words(about) <= 900 and len(about.splitlines()) <= 150
@@ -1089,6 +1091,18 @@ def test_a_tuned_table_has_its_gains_per_kind_and_its_losses_between_sizes(load,
     text = load("tables").SECTIONS["tuned"](tmp_path)
     assert "| temperature | 2 of 3: 0.900 to 0.950 | 1 of 1: 0.800 |" in text
     assert text.endswith("slower in 1 of 285 places, by at most 1.2 %.")
+
+
+def test_searches_with_and_without_proposals_are_compared_by_head_and_effort(load, tmp_path):
+    section = load("tables").SECTIONS["proposals"]
+    write_results(tmp_path, "tuning", [], sections={})
+    assert section(tmp_path) == "Not measured."
+    without, shared = ({"effort": "quick", "share": share, "trials": 6, "se": 0.0003} for share in (0.0, 0.333))
+    sizes = [without | {"proposed": 0, "batch": batch, "off": off} for batch, off in ((1, 0.02), (16, 0.04))]
+    sizes += [shared | {"proposed": 2, "batch": batch, "off": off} for batch, off in ((1, 0.01), (16, 0.0))]
+    write_results(tmp_path, "tuning", [], sections={"proposals": {"151936x4096": {"sizes": sizes}}})
+    line = section(tmp_path).splitlines()[-1]
+    assert line == "| H200, 151936x4096, `quick` | 3.00 ± 0.02 % (0 of 6) | 0.50 ± 0.02 % (2 of 6) |"
 
 
 def test_every_row_of_every_file_is_in_the_table_of_all_results(load):

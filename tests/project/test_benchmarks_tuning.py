@@ -72,13 +72,20 @@ def test_it_runs_in_pieces_and_each_section_has_words(tuning, tmp_path):
     assert set(first["sections"]) == {"runs"}
     quick = first["sections"]["runs"]["151936x4096"]["quick"]
     assert quick["untouched"] and (quick["status"], quick["again_status"]) == ("done", "up to date")
-    others = ["regret", "sweep", "replay"]
+    others = ["regret", "proposals", "sweep", "replay"]
     done = subprocess.run([*command, "--keep", "--only", *others], check=True, capture_output=True, text=True)
     second = json.loads(out.read_text())
     assert list(second["sections"]) == list(tuning.SECTIONS)
     assert second["sections"]["runs"] == first["sections"]["runs"]
     regret = second["sections"]["regret"]["151936x4096"]
     assert regret["swept"] == regret["space"] > regret["tried_by_the_search"] > 0
+    proposals = second["sections"]["proposals"]["151936x4096"]
+    searches = {(row["effort"], row["share"] > 0): row for row in proposals["sizes"]}
+    assert len(searches) == 4 and len(proposals["sizes"]) == 4 * len(tuning.PartPlan.SIZES)
+    assert searches["quick", False]["proposed"] == 0
+    assert (searches["quick", True]["proposed"], searches["quick", True]["trials"]) == (2, 6)
+    assert searches["full", True]["proposed"] >= 6
+    assert {row["batch"] for row in proposals["sizes"]} == set(tuning.PartPlan.SIZES)
     assert second["sections"]["replay"]["151936x4096"]["code"] == 0
     for name in others:
         assert second["sections"][name]["151936x4096"]["summary"] in done.stdout
