@@ -24,7 +24,8 @@ from tables import NOT_MEASURED, RESULTS, SECTIONS, with_other_code
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "results" / "index.md"
 PAGE_OF_THE_TUNER = ROOT / "docs" / "tune" / "decisions.md"
-PAGES = [ROOT / "README.md", ROOT / "benchmarks" / "README.md", PAGE, PAGE_OF_THE_TUNER]
+PAGE_OF_LOGPROBS = ROOT / "docs" / "rl" / "logprobs.md"
+PAGES = [ROOT / "README.md", ROOT / "benchmarks" / "README.md", PAGE, PAGE_OF_THE_TUNER, PAGE_OF_LOGPROBS]
 TABLE_DATA = PAGE.parent / "table-data.js"
 MARKER = re.compile(r"<!-- results:([a-z-]+) -->\n.*?<!-- end -->", re.S)
 OF_A_PAGE = ("benchmarks", "summary-picture")  # not from one table

@@ -523,6 +523,36 @@ def _regret(sizes: list[Row]) -> str:
     return f"{100 * mean:.2f} ± {100 * error:.2f} % ({sizes[0]['proposed']} of {sizes[0]['trials']})"
 
 
+def deterministic(folder: Path) -> Table | None:
+    """Servers of deterministic inference, stock and ours: time per output token, by batch size."""
+    cells: dict[tuple[str, str, str], dict[int, str]] = {}
+    for results in (Results(gpu, folder) for gpu in gpus(folder)):
+        for of in results.sides("serve", STOCK, fields=SERVER).values():
+            row = next(iter(of.values()))
+            if len(of) == 2 and row.get("deterministic"):
+                cell = cells.setdefault((results.name, row["model"], row["sampling"]), {})
+                cell[row["batch"]] = pair_words(of[STOCK], of[FLASHSAMPLE])
+    batches = sorted({batch for cell in cells.values() for batch in cell})
+    lines = [
+        [f"{name}, {model}, {title(sampling)}", *(cell.get(batch, "") for batch in batches)]
+        for (name, model, sampling), cell in cells.items()
+    ]
+    head = ["µs per output token, stock → ours (ratio; ± the larger spread)", *(f"B={batch}" for batch in batches)]
+    return (head, lines) if lines else None
+
+
+def answers(folder: Path) -> Table | None:
+    """Answers of servers of deterministic inference, compared bit by bit with those of one request at a time."""
+    lines = [
+        [f"{results.name}, {row['model']}, {row['way']}"]
+        + [f"{row[name]:,}" for name in ("different", "different_logprobs", "requests", "tokens", "retractions")]
+        for results in (Results(gpu, folder) for gpu in gpus(folder))
+        for row in results.rows("serve", "answers")
+    ]
+    head = ["asked", "with other tokens than alone", "with other logprobs", "requests", "tokens", "retracted"]
+    return (head, lines) if lines else None
+
+
 def _gains(over: list[float]) -> str:
     """The number of sizes with another choice than the built-in one, and the range of their times over its times."""
     other = [f"{ratio:.3f}" for ratio in sorted(over) if ratio != 1.0]
@@ -605,4 +635,6 @@ SECTIONS: dict[str, Callable[[Path], str]] = {
     "losses": losses,
     "tuned": tuned,
     "proposals": _table(proposals),
+    "deterministic": _table(deterministic),
+    "answers": _table(answers),
 }

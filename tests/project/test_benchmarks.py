@@ -997,9 +997,10 @@ def test_the_page_of_results_has_every_table_and_both_pages_are_short(load):
     page = report.PAGE.read_text()
     of_the_readme = {name for name in load("tables").SECTIONS if name.startswith("summary-")}
     shown = set(report.MARKER.findall(page))
-    of_the_tuner = set(report.MARKER.findall(report.PAGE_OF_THE_TUNER.read_text()))
-    assert of_the_tuner == {"proposals"}
-    assert shown == {*load("tables").SECTIONS, "summary-picture"} - of_the_readme - of_the_tuner
+    of_others = {"proposals"}, {"deterministic", "answers"}
+    for other, names in zip((report.PAGE_OF_THE_TUNER, report.PAGE_OF_LOGPROBS), of_others, strict=True):
+        assert set(report.MARKER.findall(other.read_text())) == names
+    assert shown == {*load("tables").SECTIONS, "summary-picture"} - of_the_readme - set.union(*of_others)
     assert words(page) <= 900
     about = (FOLDER / "README.md").read_text()
     assert words(about) <= 900 and len(about.splitlines()) <= 150
@@ -1106,6 +1107,21 @@ def test_searches_with_and_without_proposals_are_compared_by_head_and_effort(loa
     write_results(tmp_path, "tuning", [], sections={"proposals": {"151936x4096": {"sizes": sizes}}})
     line = section(tmp_path).splitlines()[-1]
     assert line == "| H200, 151936x4096, `quick` | 3.00 ± 0.02 % (0 of 6) | 0.50 ± 0.02 % (2 of 6) |"
+
+
+def test_servers_of_deterministic_inference_have_a_table_of_their_own(load, tmp_path):
+    sections = load("tables").SECTIONS
+    about = {"section": "stock", "model": "qwen3-8b", "sampling": "t1", "batch": 16, "spread_us": 4.0, "samples": [1.0]}
+    rows = [about | {"backend": "stock", "tpot_us": 100.0}, about | {"backend": "flashsample", "tpot_us": 90.0}]
+    write_results(tmp_path, "serve", rows)
+    assert sections["deterministic"](tmp_path) == sections["answers"](tmp_path) == "Not measured."
+    rows += [row | {"deterministic": True, "tpot_us": 2 * row["tpot_us"]} for row in rows]
+    about = {"section": "answers", "model": "qwen3-8b", "deterministic": True, "way": "in chunks", "requests": 1000}
+    rows += [about | {"tokens": 6000, "different": 1, "different_logprobs": 2, "retractions": 3}]
+    write_results(tmp_path, "serve", rows)
+    line = sections["deterministic"](tmp_path).splitlines()[-1]
+    assert line == "| H200, qwen3-8b, temperature 1 | 200 → 180 (0.900; ± 4) |"
+    assert sections["answers"](tmp_path).splitlines()[-1] == "| H200, qwen3-8b, in chunks | 1 | 2 | 1,000 | 6,000 | 3 |"
 
 
 def test_every_row_of_every_file_is_in_the_table_of_all_results(load):

@@ -197,6 +197,11 @@ def said(*claims: str) -> None:
         assert claim in text, claim
 
 
+def usual(row: dict) -> bool:
+    """A server without drafts and without deterministic inference."""
+    return "speculation" not in row and "deterministic" not in row
+
+
 def percent(ratio: float) -> str:
     return f"{100 * (ratio - 1):.0f}"
 
@@ -263,7 +268,7 @@ def test_the_readme_says_where_the_backend_does_not_help():
     def greedy(file: str) -> dict[tuple, float]:
         times: dict[tuple, dict] = {}
         for row in rows(file):
-            if row["section"] == "stock" and row["sampling"] == "greedy" and "speculation" not in row:
+            if row["section"] == "stock" and row["sampling"] == "greedy" and usual(row):
                 times.setdefault((row["model"], row["batch"]), {})[row["backend"]] = row["tpot_us"]
         return {key: time["flashsample"] / time["stock"] for key, time in times.items()}
 
@@ -290,7 +295,7 @@ def test_the_readme_says_how_much_less_time_servers_take():
     times: dict[tuple, dict] = {}
     for file in ("h100-serve", "h200-serve"):
         for row in rows(file):
-            if row["section"] == "stock" and row["sampling"] in ("trunc", "greedy", "t1") and "speculation" not in row:
+            if row["section"] == "stock" and row["sampling"] in ("trunc", "greedy", "t1") and usual(row):
                 times.setdefault((file, row["model"], row["sampling"], row["batch"]), {})[row["backend"]] = row[
                     "tpot_us"
                 ]
