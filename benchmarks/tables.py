@@ -304,7 +304,7 @@ def summary_kernels(folder: Path) -> Table | None:
     head = ["µs, fastest of four → ours (ratio; ± the larger spread)", *map(title, samplings), "temperature 1, screen"]
     lines = []
     for results in (Results(gpu, folder) for gpu in gpus(folder)):
-        for cell in results.cells:
+        for cell in sorted(results.cells, key=lambda cell: cell.batch):
             first = results.cells[0]
             if (cell.hidden, cell.vocab) != (first.hidden, first.vocab) or cell.batch not in SUMMARY_BATCHES:
                 continue
@@ -313,7 +313,9 @@ def summary_kernels(folder: Path) -> Table | None:
                 taken, other = cell.picked(sampling), cell.fastest_baseline(sampling)
                 line.append(pair_words(other, taken, "us", "us_spread") if taken and other else "")
             screened = cell.picked("t1", screened=True)
-            lines.append([*line, "" if screened is None else f"{screened['us']:.0f} ± {_short(screened['us_spread'])}"])
+            lines.append(
+                [*line, "-" if screened is None else f"{screened['us']:.0f} ± {_short(screened['us_spread'])}"]
+            )
     return (head, lines) if lines else None
 
 
