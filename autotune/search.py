@@ -97,16 +97,19 @@ class Search:
     def _recall(self) -> None:
         """Take over the trials of an earlier run. A trial that failed for a reason that may be gone is made again."""
 
-        def trial_of(event: dict[str, Any]) -> tuple[BatchKind, Trial]:
+        def trial_of(event: dict[str, Any]) -> tuple[BatchKind, Trial, bool]:
             us = {int(rows): float(value) for rows, value in event["us"].items()}
             config = config_of(event["path"], event["config"])
-            return KIND_NAMES[event["kind"]], Trial(config, us, event["reason"], event["detail"])
+            trial = Trial(config, us, event["reason"], event["detail"])
+            return KIND_NAMES[event["kind"]], trial, bool(event.get("proposed"))
 
-        for kind, trial in recalled(self.context.log.of("trial"), trial_of):
+        for kind, trial, proposed in recalled(self.context.log.of("trial"), trial_of):
             study = self.studies.get(self.context.plan.study_of(trial.config, kind))
             lasts = not trial.reason or trial.reason in LASTING
             if lasts and study is not None and trial.config not in study.trials:
                 study.tell(trial.config, trial.us, trial.reason, trial.detail)
+                if proposed:
+                    study.proposals.add(trial.config)
                 if trial.reason:
                     self.context.reject(trial.config, kind, trial.reason, trial.detail)
 

@@ -47,7 +47,8 @@ class Study:
     """Proposes configurations of ``space``, in this order: (1) recombinations that are predicted to be at least
     ``LARGE_PROMISE`` faster, (2) ``seeds``, (3) recombinations that are predicted to be at least ``MIN_PROMISE``
     faster, (4) neighbours of the leaders, (5) proposals of TPE, (6) after the share ``POLISH`` of the trials,
-    neighbours of the new leaders. The last trials are proposals of TPE until these are the share ``proposed`` of all.
+    neighbours of the new leaders. Where that would leave TPE less than the share ``proposed`` of all trials, the last
+    ones are TPE's.
     cap: number of trials. proposals: TPE's so far. baseline: microseconds per batch size that a trial is compared
     with."""
 
@@ -223,7 +224,6 @@ class Study:
             return None
         drawn = self._random.choice(unknown)
         self._asked[drawn] = None
-        self.proposals.add(drawn)
         return drawn
 
     def _tell_optuna(self, config: Config, asked: optuna.Trial | None) -> None:

@@ -623,8 +623,9 @@ def conditions(folder: Path) -> str:
     return _conditions(files) if files else NOT_MEASURED
 
 
-def _table(make: Callable[[Path], Table | None]) -> Callable[[Path], str]:
-    return lambda folder: markdown(table) if (table := make(folder)) is not None else NOT_MEASURED
+def _table(make: Callable[[Path], Table | None], subject: str = "") -> Callable[[Path], str]:
+    """subject: of the words where nothing is measured yet."""
+    return lambda folder: markdown(table) if (table := make(folder)) is not None else f"{subject}{NOT_MEASURED}"
 
 
 SECTIONS: dict[str, Callable[[Path], str]] = {
@@ -636,7 +637,7 @@ SECTIONS: dict[str, Callable[[Path], str]] = {
     "standing-and-traffic": _table(standing_and_traffic),
     "losses": losses,
     "tuned": tuned,
-    "proposals": _table(proposals),
+    "proposals": _table(proposals, "Regret without the proposals of Optuna, and with them: "),
     "deterministic": _table(deterministic),
     "answers": _table(answers),
 }

@@ -173,7 +173,8 @@ def sample_own_ids_kernel(
     top_score, top_index, chosen = best_of_slots(state.score, state.tile * NUM_GROUPS + offs_g[:, None], 1)
     top_index = tl.reshape(top_index, [BLOCK_B])
     exists = (top_index < num_groups) & mask_b
-    top_group = tl.load(own.group + top_index, mask=exists, other=0)
+    # A split without groups has none, as its score may tie with others': minus infinity, of rows without a number.
+    top_group = tl.load(own.group + top_index, mask=exists, other=rng.NO_GROUP)
     columns, there = _columns(own, top_index, exists)  # [BLOCK_B, GROUP_SIZE]
     raw = tl.load(raw_ptr + offs_b.to(tl.int64)[:, None] * raw_stride + columns, mask=there, other=0.0)
     logits = bound_logits(transform_logits(raw, logit_scale, softcap, LOGITS_DTYPE, DROP_NAN=True), there)
@@ -250,6 +251,7 @@ def sample_own_ids(
     bound = max_read_splits(device, config)
     shared = SplitLaunch(params, spec, rounding, config, splits, bound, workspace, False)
     _, _, split_operands, _, output = shared.operands
+    stride = logits.stride(0) if num_rows > 1 else 0
     launch(
         sample_own_ids_kernel,
         splits * cdiv(num_rows, config.block_b),
@@ -264,12 +266,19 @@ def sample_own_ids(
             num_rows,
             spec.vocab_size,
             splits,
-            logits.stride(0) if num_rows > 1 else 0,
+            stride,
             shared.features.logit_scale,
             shared.features.softcap,
         ),
         {name: shared.constants[name] for name in ("LOGITS_DTYPE", "TILE", "BLOCK_P")},
         config.num_warps,
-        (device.index, logits.dtype, logits.data_ptr() % 16 == 0, logits.stride(0) % 16 == 0, *shared.variant),
+        (
+            device.index,
+            logits.dtype,
+            logits.data_ptr() % 16 == 0,
+            (stride % 16 == 0, stride == 1, stride < 2**31),
+            own.operands.column is None,
+            *shared.variant,
+        ),
     )
     return shared.draw(DEFAULT_TRUNCATION)

@@ -526,22 +526,32 @@ def trace(options: argparse.Namespace) -> int:
 
 def _write_map(options: argparse.Namespace, counts: HotVocab) -> int:
     """A list of ids as SGLang reads it."""
+    import io
+
     import torch
 
+    from .files import write_whole
     from .hot_vocab import MAPPED_SHARE
 
     check_writable(options.out, "--out")
+    if os.path.exists(options.out) and os.path.samefile(options.out, options.files[0]):
+        raise ValueError(f"--out is {options.out}, the file of token counts; expected another one")
     number = max(1, int(MAPPED_SHARE * counts.vocab)) if options.ids is None else options.ids
     try:
         ids = counts.most_frequent(number)
     except ValueError as error:
         raise ValueError(f"--ids: {error}") from None
-    torch.save(ids.tolist(), options.out)
-    covers = counts.ids[ids].sum() / counts.counted
+    written = io.BytesIO()
+    torch.save(ids.tolist(), written)
+    write_whole(options.out, written.getvalue())
+    tokens = counts.ids[ids]
+    covers, counted = float(tokens.sum() / counts.counted), int((tokens > 0).sum())
     if options.json:
-        print(json.dumps({"file": options.out, "vocab": counts.vocab, "ids": number, "covers": float(covers)}))
+        facts = {"file": options.out, "vocab": counts.vocab, "ids": number, "ids_counted": counted, "covers": covers}
+        print(json.dumps(facts))
     else:
-        print(f"{options.out}: {number:,} of {counts.vocab:,} ids, {covers:.2%} of the counted tokens")
+        never = f", {number - counted:,} of them never counted" if counted < number else ""
+        print(f"{options.out}: {number:,} of {counts.vocab:,} ids{never}; {covers:.2%} of the counted tokens")
         print(f"serve with --speculative-token-map {options.out}")
     return OK
 

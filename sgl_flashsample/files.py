@@ -110,16 +110,16 @@ def check_writable(file: str | os.PathLike[str], option: str) -> None:
         raise ValueError(f"{option} is {file}, which cannot be written: {error.strerror}") from None
 
 
-def write_whole(file: str | os.PathLike[str], text: str) -> None:
-    """Write ``text`` to ``file``; where that fails, the old content stays. Raises OSError, and ValueError where
+def write_whole(file: str | os.PathLike[str], content: str | bytes) -> None:
+    """Write ``content`` to ``file``; where that fails, the old content stays. Raises OSError, and ValueError where
     ``file`` exists and is no plain file."""
     path = Path(file)
     if path.exists() and not path.is_file():
         raise ValueError(f"{file} is not a plain file")
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".partial")
     try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as opened:
-            opened.write(text)
+        with os.fdopen(descriptor, "wb") as opened:
+            opened.write(content.encode() if isinstance(content, str) else content)
             opened.flush()
             os.fsync(opened.fileno())
         os.chmod(name, 0o666 & ~_UMASK)

@@ -28,7 +28,7 @@ from msgspec import Meta
 from .files import BadFileError, one_line, parse_json, read_plain
 
 SCHEMA = "flashsample-hot/3"
-MAX_BYTES = 16 << 20
+MAX_BYTES = 32 << 20
 MAX_VOCAB = 1 << 21
 MAX_TOKENS = (1 << 53) - 1  # so that shares of all tokens are exact as float64
 LINE_IDS = 256  # per line of a file
@@ -59,15 +59,14 @@ class HotVocab(msgspec.Struct, frozen=True, kw_only=True, eq=False, dict=True):
     @classmethod
     def of_ids(cls, ids: np.ndarray, name: str = "", source: str = "", notes: list[str] | None = None) -> HotVocab:
         """Counts from ``[V]`` int64, how often each id was drawn."""
-        text = f"{len(ids)} {' '.join(map(str, ids.tolist()))}"
         lines = ((first, ids[first : first + LINE_IDS]) for first in range(0, len(ids), LINE_IDS))
         return cls(
             schema=SCHEMA,
             vocab=len(ids),
             name=one_line(name),
             source=one_line(source, MAX_TEXT),
-            counted=sum(ids.tolist()),  # those of a file may be more than an int64 holds
-            digest=f"sha256:{hashlib.sha256(text.encode()).hexdigest()}",
+            counted=sum(ids[ids != 0].tolist()),  # those of a file may be more than an int64 holds
+            digest=f"sha256:{hashlib.sha256(ids.astype('<i8').tobytes()).hexdigest()}",
             counts={first: line.tolist() for first, line in lines if line.any()},
             notes=notes or [],
         )
@@ -126,14 +125,16 @@ class HotVocab(msgspec.Struct, frozen=True, kw_only=True, eq=False, dict=True):
         except BadFileError as error:
             raise BadFileError(f"{one_line(str(file), 300)}: {error}") from None
 
-    def dumps(self) -> str:
-        """The file's one text. Raises BadFileError where ``loads`` would."""
+    def dumps(self, *, checked: bool = True) -> str:
+        """The file's one text. Raises BadFileError where ``loads`` would, unless the counts are known to be right and
+        are not ``checked``, which takes most of the time."""
         fields = msgspec.to_builtins(self, str_keys=True)
         counts = ",\n".join(f'  "{first}": {line}' for first, line in fields.pop("counts").items())
         del fields["notes"]
         text = "".join(f' "{name}": {json.dumps(value, ensure_ascii=False)},\n' for name, value in fields.items())
         text = f'{{\n{text} "counts": {{\n{counts}\n }}\n}}\n'
-        HotVocab.loads(text)
+        if checked:
+            HotVocab.loads(text)
         return text
 
     def summary(self) -> dict[str, Any]:

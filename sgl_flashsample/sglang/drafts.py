@@ -141,8 +141,8 @@ class Drafts:
         token_ids = _own_token_ids(worker)
         if token_ids is not None and self.mode is DraftMode.COUPLED:
             (vocab_size,) = {target.processor.vocab_size for target in self.runtime.heads}
-            self._own = OwnVocabulary(self._head, token_ids, vocab_size)
-            self._max_rows = min(self._max_rows, self._own.max_rows)
+            self._own = OwnVocabulary(self._head, token_ids, vocab_size, self._max_rows)
+            self._max_rows = self._own.max_rows
         else:
             self._head.screen = None if state.screen is None or state.screen.stopped else state.screen.pin()
         self._rows = RowBuffers.allocate(self._max_requests, self._head.lm_head.weight.device)

@@ -30,15 +30,15 @@ def unsupported_ids(token_ids: torch.Tensor, lm_head: LMHead, vocab_size: int) -
 class OwnVocabulary:
     """Draws drafts. All that a CUDA graph reads stays where it is.
 
-    max_rows: of a draw. head: of the draft model; its weight may be replaced. token_ids: ``[H]`` int64, the id that
-    each of its rows has in the target. vocab_size: V, ids of the target.
+    max_rows: of a draw, ``MAX_ROWS`` at most. head: of the draft model; its weight may be replaced. token_ids: ``[H]``
+    int64, the id that each of its rows has in the target. vocab_size: V, ids of the target.
     """
 
-    def __init__(self, head: Head, token_ids: torch.Tensor, vocab_size: int) -> None:
+    def __init__(self, head: Head, token_ids: torch.Tensor, vocab_size: int, max_rows: int) -> None:
         lm_head = head.lm_head
         device = lm_head.weight.device
         token_ids = token_ids.to(device)
-        self._head, self.max_rows = head, MAX_ROWS
+        self._head, self.max_rows = head, min(max_rows, MAX_ROWS)
         self._ids = OwnIds(token_ids, vocab_size, in_order=bool((token_ids[1:] > token_ids[:-1]).all()))
         self._places = torch.zeros(vocab_size, dtype=torch.int64, device=device)
         self._places[token_ids] = torch.arange(len(token_ids), device=device)

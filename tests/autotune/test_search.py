@@ -237,13 +237,15 @@ def test_a_study_that_is_slower_than_others_everywhere_is_over_and_one_that_is_n
     assert alone not in search.over, "nobody else has been timed for its batches"
 
 
-def test_the_log_says_which_trials_the_sampler_proposed():
-    search = Search(context_of(QUICK), InstantPool())
+def test_the_log_says_which_trials_the_sampler_proposed_also_to_a_run_that_goes_on():
+    context = context_of(QUICK)
+    search = Search(context, InstantPool())
     key = StudyKey(FUSED, PLAIN, 16)
     while (config := search.studies[key].ask()) is not None:
         search.tell(key, config, dict.fromkeys(QUICK.probes(key), cost(config)), None)
     proposed = [event["proposed"] for event in search.context.log.of("trial")]
     assert proposed == [False] * 4 + [True] * 2
+    assert Search(context, InstantPool()).studies[key].proposals == search.studies[key].proposals
 
 
 def test_a_study_of_which_nothing_runs_is_named_with_the_reason():

@@ -9,6 +9,7 @@ import pytest
 import torch
 from kernel_cases import CUDA, make_params
 
+from sgl_flashsample.kernels import sample_own_ids as module
 from sgl_flashsample.kernels.config import ReadConfig
 from sgl_flashsample.kernels.params import BatchParams, LogitsSpec
 from sgl_flashsample.kernels.sample_logits import sample_logits
@@ -76,11 +77,14 @@ def test_another_set_of_ids_is_drawn_from_where_the_first_one_was(device):
     assert sample_own_ids(logits, own, spec, params, CONFIGS[0]).token_ids.tolist() == [5] * 9
 
 
-def test_a_row_without_a_number_draws_the_first_id_of_the_first_group(device):
-    own = OwnIds(torch.tensor([35, 36, 700], device=device), 1000)
+@pytest.mark.parametrize("one_launch", [False, True])
+def test_a_row_without_a_number_draws_the_first_id_of_the_first_group(device, one_launch):
+    """Also with more splits than there are groups for."""
+    own = OwnIds(torch.arange(100, 164, device=device), 1000)
     spec, params = batch(2, device)
-    logits = torch.full((2, 3), math.nan, device=device)
-    assert sample_own_ids(logits, own, spec, params, CONFIGS[0]).token_ids.tolist() == [32, 32]
+    logits = torch.full((2, 64), math.nan, device=device)
+    config = ReadConfig(1, 64, 1, min_splits=8, one_launch=one_launch)
+    assert sample_own_ids(logits, own, spec, params, config).token_ids.tolist() == [96, 96]
 
 
 def test_columns_may_be_in_any_order(device):
@@ -92,6 +96,19 @@ def test_columns_may_be_in_any_order(device):
     assert torch.equal(drawn.token_ids, sample_logits(widened(logits, own), spec, params, CONFIGS[1]).token_ids)
     with pytest.raises(ValueError, match="token_ids are not different ids from 0 to 999"):
         own.replace(torch.tensor([5, 4, 5], device=device))
+
+
+def test_launches_that_triton_compiles_apart_are_told_apart(device, monkeypatch):
+    """A known binary is launched again without a look at its arguments."""
+    seen = []
+    monkeypatch.setattr(module, "launch", lambda *arguments: seen.append(arguments[5]))
+    ordered = OwnIds(torch.arange(40, device=device), 1000)
+    unordered = OwnIds(torch.arange(40, device=device).flip(0), 1000, in_order=False)
+    one = OwnIds(torch.tensor([5], device=device), 1000)
+    for own, rows, width in ((ordered, 2, 40), (unordered, 2, 40), (one, 2, 1), (ordered, 1, 40), (ordered, 3, 40)):
+        logits = torch.zeros(rows, width, device=device)
+        sample_own_ids(logits, own, *batch(rows, device), CONFIGS[1])
+    assert len(set(seen[:4])) == 4 and seen[4] == seen[0]
 
 
 @pytest.mark.parametrize(

@@ -1100,7 +1100,7 @@ def test_a_tuned_table_has_its_gains_per_kind_and_its_losses_between_sizes(load,
 def test_searches_with_and_without_proposals_are_compared_by_head_and_effort(load, tmp_path):
     section = load("tables").SECTIONS["proposals"]
     write_results(tmp_path, "tuning", [], sections={})
-    assert section(tmp_path) == "Not measured."
+    assert section(tmp_path) == "Regret without the proposals of Optuna, and with them: Not measured."
     without, shared = ({"effort": "quick", "share": share, "trials": 6, "se": 0.0003} for share in (0.0, 0.333))
     sizes = [without | {"proposed": 0, "batch": batch, "off": off} for batch, off in ((1, 0.02), (16, 0.04))]
     sizes += [shared | {"proposed": 2, "batch": batch, "off": off} for batch, off in ((1, 0.01), (16, 0.0))]

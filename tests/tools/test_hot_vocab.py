@@ -219,7 +219,7 @@ def signed(data: Any) -> str:
             ids[int(first) : int(first) + len(line)] = line
         counts = HotVocab.of_ids(ids)
         data |= {"counted": counts.counted, "digest": counts.digest}
-    except (TypeError, ValueError, KeyError, AttributeError, OverflowError, MemoryError):
+    except (TypeError, ValueError, KeyError, IndexError, AttributeError, OverflowError, MemoryError):
         pass
     return json.dumps(data)
 

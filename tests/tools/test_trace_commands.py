@@ -191,11 +191,13 @@ def test_a_map_has_the_most_frequent_ids_as_sglang_reads_them(trace):
     code, out, _ = trace("map", "hot.json", "--ids", 3, "-o", "map.pt")
     assert (code, out.splitlines()) == (
         0,
-        ["map.pt: 3 of 640 ids, 88.89% of the counted tokens", "serve with --speculative-token-map map.pt"],
+        ["map.pt: 3 of 640 ids; 88.89% of the counted tokens", "serve with --speculative-token-map map.pt"],
     )
     assert torch.load("map.pt", weights_only=True) == [5, 9, 600]
     facts = json.loads(trace("map", "hot.json", "--json", "-o", "map.pt")[1])
-    assert facts == {"file": "map.pt", "vocab": V, "ids": 96, "covers": 1.0}, "15 % of the ids by default"
+    want = {"file": "map.pt", "vocab": V, "ids": 96, "ids_counted": 4, "covers": 1.0}
+    assert facts == want, "15 % of the ids by default"
+    assert "96 of 640 ids, 92 of them never counted; 100.00%" in trace("map", "hot.json", "-o", "map.pt")[1]
     assert torch.load("map.pt", weights_only=True) == [*range(95), 600], "the lowest of those that were never counted"
 
 
@@ -228,6 +230,7 @@ def test_a_map_has_the_most_frequent_ids_as_sglang_reads_them(trace):
         ("show TEXT", "TEXT: it is not JSON: Expecting value"),
         ("map HOT", "required: -o/--out"),
         ("map HOT -o nowhere/x", "--out is nowhere/x, in a folder that is not there"),
+        ("map HOT -o HOT", "--out is HOT, the file of token counts; expected another one"),
         ("map HOT --ids 641 -o c", "--ids: the number of ids is 641; expected 1 to 640"),
         ("merge HOT", "required: -o/--out"),
         ("merge HOT TEXT -o c", "TEXT: it is not JSON"),
