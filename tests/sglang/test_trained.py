@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from kernel_cases import Case, draw
@@ -139,3 +141,48 @@ def test_the_perplexity_of_sampled_text_is_the_models(servers, model):
         excess += float((-log_p.gather(1, tokens[:, None])[:, 0] - entropy).sum())
         variance += float(((log_p.exp() * log_p**2).sum(-1) - entropy**2).sum())
     assert abs(excess) < 4 * variance**0.5, (excess, variance)
+
+
+@pytest.mark.server
+@pytest.mark.skipif(CUDA, reason="a trainer in float32 on the CPU has the logprobs of a server in float32")
+def test_a_policy_that_is_trained_while_it_serves_has_the_trainers_logprobs(servers, model, checkpoint):
+    """As in GRPO: samples of one prompt, a step of the policy gradient, and the new weights in the server."""
+    policy, tokenizer = copy.deepcopy(model[0]), model[1]
+    prompt = tokenizer(smollm2.prompt("Write one sentence about Norway.")).input_ids
+    optimizer, (_, ours), before = torch.optim.SGD(policy.parameters(), lr=1e-2), servers, None
+
+    def rollout() -> tuple[torch.Tensor, torch.Tensor]:
+        """``[8, T]`` tokens and their logprobs, of seeds 0 to 7."""
+        rows = [
+            {"temperature": 1.0, "max_new_tokens": 12, "ignore_eos": True, "sampling_seed": seed} for seed in range(8)
+        ]
+        answers = ours.generate(input_ids=[prompt] * 8, sampling_params=rows, return_logprob=True)
+        drawn = [answer["meta_info"]["output_token_logprobs"] for answer in answers]
+        return torch.tensor([answer["output_ids"] for answer in answers]), torch.tensor(
+            [[x[0] for x in d] for d in drawn]
+        )
+
+    def of_trainer(tokens: torch.Tensor) -> torch.Tensor:
+        ids = torch.cat([torch.tensor([prompt] * 8), tokens], 1)
+        logits = policy(ids).logits[:, len(prompt) - 1 : -1]
+        return torch.log_softmax(logits, -1).gather(2, tokens[:, :, None])[:, :, 0]
+
+    try:
+        for step in range(2):
+            tokens, logprobs = rollout()
+            assert len(set(map(tuple, tokens.tolist()))) == 8, "siblings differ"
+            again = rollout()
+            assert torch.equal(again[0], tokens) and torch.equal(again[1], logprobs)
+            trained = of_trainer(tokens)
+            assert (trained - logprobs).abs().max() <= 1e-4
+            assert before is None or not torch.equal(before, logprobs), "the server has the new weights"
+            before = logprobs
+            reward = tokens.float().std(1)
+            advantage = (reward - reward.mean()) / reward.std()
+            optimizer.zero_grad()
+            (-advantage[:, None] * trained).mean().backward()
+            optimizer.step()
+            policy.save_pretrained(checkpoint / f"step {step}")
+            ours.post("/update_weights_from_disk", model_path=str(checkpoint / f"step {step}"))
+    finally:
+        ours.post("/update_weights_from_disk", model_path=str(checkpoint / "smollm2"))
