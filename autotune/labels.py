@@ -27,10 +27,8 @@ DEVICES = {
     name: Device(name=name, cc=cc, sms=sms, l2_mb=l2_mb, smem_optin=SHARED_MEMORY[cc])
     for name, cc, sms, l2_mb in (
         ("NVIDIA H200", "9.0", 132, 60),
-        ("NVIDIA H200 NVL", "9.0", 132, 60),
         ("NVIDIA H100 80GB HBM3", "9.0", 132, 50),
         ("NVIDIA H100 PCIe", "9.0", 114, 50),
-        ("NVIDIA H100 NVL", "9.0", 132, 60),
         ("NVIDIA H800", "9.0", 132, 50),
         ("NVIDIA H20", "9.0", 78, 60),
         ("NVIDIA GH200 480GB", "9.0", 132, 60),

@@ -73,7 +73,6 @@ def test_a_plan_says_what_is_tried_how_long_it_takes_and_where_a_server_looks(co
         ("GH200", "NVIDIA GH200 480GB", "9.0", 132),
         ("H100", "NVIDIA H100 80GB HBM3", "9.0", 132),
         ("H100 PCIe", "NVIDIA H100 PCIe", "9.0", 114),
-        ("H100 NVL", "NVIDIA H100 NVL", "9.0", 132),
         ("GB200", "NVIDIA GB200", "10.0", 152),
     ],
 )
