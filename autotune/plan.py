@@ -75,8 +75,8 @@ class Effort:
     baselines: bool
 
 
-# Proposals are two of the six trials of a `quick` study, and three of a screened one's in `full`: there, recombinations
-# find more. The other studies of `full` run out of seeds, and propose more.
+# Proposals are two of the six trials of a `quick` study, and three of a screened one's in `full`: there, on a simulated
+# device, recombinations find more. The other studies of `full` run out of seeds, and propose more.
 EFFORTS = {
     "quick": Effort("quick", 53.0, 0.42, 6, 1 / 3, 2, Policy(least=5, step=3, most=14), False, False),
     "full": Effort("full", 285.0, 0.8, 72, 1 / 12, 3, Policy(), True, True),

@@ -48,9 +48,8 @@ class Study:
     ``LARGE_PROMISE`` faster, (2) ``seeds``, (3) recombinations that are predicted to be at least ``MIN_PROMISE``
     faster, (4) neighbours of the leaders, (5) proposals of TPE, (6) after the share ``POLISH`` of the trials,
     neighbours of the new leaders. Where that would leave TPE less than the share ``proposed`` of all trials, the last
-    ones are TPE's.
-    cap: number of trials. proposals: TPE's so far. baseline: microseconds per batch size that a trial is compared
-    with."""
+    ones are TPE's. cap: number of trials. proposals: TPE's so far. baseline: microseconds per batch size that a trial
+    is compared with."""
 
     def __init__(
         self, space: Space, seeds: Iterable[Config], cap: int, *, proposed: float = 0.0, seed: int = 0

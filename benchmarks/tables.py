@@ -547,11 +547,14 @@ def answers(folder: Path) -> Table | None:
     """Answers of servers of deterministic inference, compared bit by bit with those of one request at a time."""
     lines = [
         [f"{results.name}, {row['model']}, {row['way']}"]
-        + [f"{row[name]:,}" for name in ("different", "different_logprobs", "requests", "tokens", "retractions")]
+        + [f"{row[name]:,}" for name in ("different", "different_logprobs")]
+        + [f"{row.get('without_all_logprobs', 0):,}"]  # a file without the field has no such answer: its run would end
+        + [f"{row[name]:,}" for name in ("requests", "tokens", "retractions")]
         for results in (Results(gpu, folder) for gpu in gpus(folder))
         for row in results.rows("serve", "answers")
     ]
-    head = ["asked", "with other tokens than alone", "with other logprobs", "requests", "tokens", "retracted"]
+    head = ["asked", "with other tokens than alone", "with other logprobs", "lacking a logprob, not compared"]
+    head += ["requests", "tokens", "retracted"]
     return (head, lines) if lines else None
 
 

@@ -173,7 +173,7 @@ def sample_own_ids_kernel(
     top_score, top_index, chosen = best_of_slots(state.score, state.tile * NUM_GROUPS + offs_g[:, None], 1)
     top_index = tl.reshape(top_index, [BLOCK_B])
     exists = (top_index < num_groups) & mask_b
-    # A split without groups has none, as its score may tie with others': minus infinity, of rows without a number.
+    # A split without groups names none: in a row without a number all splits tie, and the lowest group is drawn.
     top_group = tl.load(own.group + top_index, mask=exists, other=rng.NO_GROUP)
     columns, there = _columns(own, top_index, exists)  # [BLOCK_B, GROUP_SIZE]
     raw = tl.load(raw_ptr + offs_b.to(tl.int64)[:, None] * raw_stride + columns, mask=there, other=0.0)

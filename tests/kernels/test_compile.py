@@ -27,8 +27,8 @@ SPILLS |= {"rescore_groups_kernel": 16, "read_groups_kernel": 16, "read_ids_kern
 SPILLS_ON = {80: {"sample_logits_kernel": 8, "summarize_logits_kernel": 8}}
 SPILLS_ON |= {100: {"lm_head_sample_kernel": 16, "sample_logits_kernel": 16, "screen_head_kernel": 8}}
 SPILLS_ON[100] |= {"top_logprobs_kernel": 16, "rescore_groups_kernel": 24}
-# Weights on their way to a tensor core take registers, beside sums and best logits. Tiles that spill less are slower on
-# an H200: 64 rows with edits take 438 us, not 281 (``h200-quantised.json``).
+# Weights on their way to a tensor core take registers, beside sums and best logits. Tiles that spill nothing were
+# slower on an H200 than these, whose times ``h200-quantised.json`` has.
 SPILLS_QUANTISED = {90: {"plain": 96, "truncate": 80, "edit": 184, "edit+truncate": 368}}
 EVERYWHERE = {"lm_head_sample_kernel", "sample_logits_kernel", "sample_truncated_kernel", "search_truncated_kernel"}
 EVERYWHERE |= {"quantize_hidden_kernel", "screen_head_kernel", "list_groups_kernel", "rescore_groups_kernel"}

@@ -1117,11 +1117,16 @@ def test_servers_of_deterministic_inference_have_a_table_of_their_own(load, tmp_
     assert sections["deterministic"](tmp_path) == sections["answers"](tmp_path) == "Not measured."
     rows += [row | {"deterministic": True, "tpot_us": 2 * row["tpot_us"]} for row in rows]
     about = {"section": "answers", "model": "qwen3-8b", "deterministic": True, "way": "in chunks", "requests": 1000}
-    rows += [about | {"tokens": 6000, "different": 1, "different_logprobs": 2, "retractions": 3}]
+    rows += [
+        about | {"tokens": 6000, "different": 1, "different_logprobs": 2, "without_all_logprobs": 4, "retractions": 3}
+    ]
     write_results(tmp_path, "serve", rows)
     line = sections["deterministic"](tmp_path).splitlines()[-1]
     assert line == "| H200, qwen3-8b, temperature 1 | 200 → 180 (0.900; ± 4) |"
-    assert sections["answers"](tmp_path).splitlines()[-1] == "| H200, qwen3-8b, in chunks | 1 | 2 | 1,000 | 6,000 | 3 |"
+    assert (
+        sections["answers"](tmp_path).splitlines()[-1]
+        == "| H200, qwen3-8b, in chunks | 1 | 2 | 4 | 1,000 | 6,000 | 3 |"
+    )
 
 
 def test_every_row_of_every_file_is_in_the_table_of_all_results(load):
