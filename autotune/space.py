@@ -81,7 +81,7 @@ SCREENED_AXES: dict[str, Axis] = {
         *((64, 256, 4), (64, 128, 4), (64, 64, 8), (64, 128, 8), (32, 256, 4), (16, 512, 4), (64, 256, 8)),
         (32, 256, 8),
     )
-    | _tiles("rescore_v rescore_d rescore_warps rescore_stages", (32, 512, 4, 3)),
+    | _tiles("rescore_v rescore_d rescore_warps rescore_stages", (32, 512, 4, 3), (16, 512, 4, 6)),
     "ids": {
         "pipeline": {"prefetch": False},
         "prefetch": {"prefetch": True},
@@ -98,7 +98,7 @@ SCREEN_CLASSES = (8, 16, 32, 64)
 MAX_EDITED_CLASS = 64  # rows per tile on the fused path: the epilogue of a larger tile spills with edits
 MIN_ROWS_FIRST = 64  # rows per tile that a tensor-core instruction takes as its left operand
 MAX_ROWS_ONE_LAUNCH = 16  # rows per tile that one program reduces as fast as a separate launch
-MIN_STAGES, MAX_STAGES, MAX_RESCORE_STAGES = 2, 8, 4
+MIN_STAGES, MAX_STAGES, MAX_RESCORE_STAGES = 2, 8, 6
 # Shared memory that the epilogue's reductions and layout changes take beside the pipeline's buffers.
 EPILOGUE_BYTES = 8 * 1024
 # Accumulator registers per thread beyond which every variant spills; edits need as many registers again, and so do

@@ -3,8 +3,8 @@
     python benchmarks/run.py tuning --out benchmarks/results/h200-tuning.json
 
 runs       wall time of `tune run`, from empty caches; a second one does nothing
-regret     a part of the space, swept, against what the search chooses in it
-proposals  the same of searches of both efforts, with the sampler's share of their trials and without
+regret     choices of tables of both efforts, and built-in ones, against the fastest that the longer search has tried
+proposals  choices of searches with the sampler's share of their trials and without, in a part of the space, swept
 sweep      batch sizes at and between the measured ones: the tuned choice against the built-in one
 replay     `tune verify` in a fresh process
 
@@ -17,10 +17,12 @@ for long (runs, replay). ``--dry-run`` takes a simulated device: that tests the 
 from __future__ import annotations
 
 import argparse
+import collections
 import contextlib
 import dataclasses
 import functools
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -56,8 +58,11 @@ from sgl_flashsample.tables.lookup import Match, TableFile, Target, dispatch_of
 from sgl_flashsample.tables.schema import Device, HeadShape, Table
 
 BETWEEN = (*range(1, 17), 20, 24, 31, 32, 33, 48, 64, 65, 96, 127, 128, 129, 200, 256, 257, 384, 511, 512)
-SWEEP_ROUNDS, REGRET_ROUNDS = 25, 60
+SWEEP_ROUNDS, REGRET_ROUNDS, PROPOSALS_ROUNDS = 25, 30, 60
 RACED = 32  # configurations of a sweep, the fastest by the screening
+TRIED = 6  # the same of a search, of each path
+REGRET_SIZES = (1, 8, 16, 48, 96, 200)
+REGRET_KINDS = tuple(KIND_NAMES[name] for name in ("plain", "plain+screen", "truncate", "truncate+screen"))
 ALPHA = 0.05  # chance that one section calls anything slower that is not
 PART_SECONDS = 240.0  # budget of a run in a part of the space
 RESERVE = 20.0  # seconds of a call that stay for ending it
@@ -289,25 +294,57 @@ def runs(setting: Setting) -> dict[str, Any]:
 
 
 def regret(setting: Setting) -> dict[str, Any]:
-    """The sweep ranks all of the part by its screening; the fastest of them and the search's choice then race."""
-    chosen = _tune_part(setting, "part-search", "full")
-    _tune_part(setting, "part-sweep", "exhaustive")
-    space = PartPlan(*device_and_head(chosen), EFFORTS["full"]).space(PartPlan.STUDY)
-    trials = setting.events("part-sweep", "trial")
-    timed = [trial for trial in trials if trial["us"]]
-    sizes = _regrets(setting, [(chosen, {})])
-    tried = len(setting.events("part-search", "trial"))
-    cells = (f"{100 * one['off']:.2f} ± {100 * one['se']:.2f} % at {one['batch']}" for one in sizes)
-    return {
-        "summary": f"{', '.join(cells)} ({tried} of {len(space.points)} configurations tried)",
-        "study": str(PartPlan.STUDY),
-        "fixed": {name: list(values) for name, values in PartPlan.FIXED.items()},
-        "space": len(space.points),
-        "swept": len(trials),
-        "timed": len(timed),
-        "tried_by_the_search": tried,
-        "sizes": sizes,
+    """At measured sizes and between them. What the longer search timed fastest races beside the choices."""
+    tables: dict[str, Table] = {}
+    for effort in setting.efforts:
+        setting.tune(effort, effort)
+        tables[effort] = setting.table_at(effort)
+    longest = setting.efforts[-1]
+    for effort in setting.efforts[:-1]:
+        shutil.copytree(setting.folder / effort / "triton", setting.folder / longest / "triton", dirs_exist_ok=True)
+    choosers: dict[str, Callable[[int, BatchKind], Config]] = {
+        effort: dispatch_for(table).lookup for effort, table in tables.items()
     }
+    choosers["built-in"] = dispatch_for(tables[longest]).default
+    plan = Plan(*device_and_head(tables[longest]), EFFORTS[longest])
+    timed = [trial for trial in setting.events(longest, "trial") if trial["us"]]
+    sizes = []
+    with setting.racing(longest) as racer:
+        for kind, rows in itertools.product(REGRET_KINDS, REGRET_SIZES):
+            if rows > MAX_SCREENED_ROWS and kind.screen:
+                continue
+            setting.require_time()
+            choices = {by: choose(rows, kind) for by, choose in choosers.items()}
+            raced = [*choices.values(), *_tried(plan, timed, rows, kind)]
+            samples, clocks = racer.race(kind, rows, raced, REGRET_ROUNDS)
+            for by, choice in choices.items():
+                best, ratio = best_by_half(samples, clocks, key_of(choice))
+                row = compared(kind, rows, key_of(choice), best, samples, ratio)
+                sizes.append({"by": by} | row | {"raced": len(samples)})
+    words = []
+    for by in choosers:
+        offs = {(size["kind"], size["batch"]): size["off"] for size in sizes if size["by"] == by}
+        worst = max(offs, key=lambda place: offs[place])
+        at = f"{100 * offs[worst]:.1f} % at {worst[0]} {worst[1]}"
+        words.append(f"{by} {100 * statistics.fmean(offs.values()):.2f} % on average, at most {at}")
+    return {"summary": "; ".join(words), "sizes": sizes}
+
+
+def _tried(plan: Plan, timed: list[dict[str, Any]], rows: int, kind: BatchKind) -> list[Config]:
+    """The fastest configurations of each path that a search has timed for such batches."""
+    by_path: dict[str, list[tuple[float, Config]]] = collections.defaultdict(list)
+    for trial in timed:
+        config = config_of(trial["path"], trial["config"])
+        key = plan.study_of(config, KIND_NAMES[trial["kind"]])
+        if plan.serves(key, rows, kind):
+            by_path[trial["path"]].append((_us_near(trial, rows), config))
+    return [config for of in by_path.values() for _, config in sorted(of)[:TRIED]]
+
+
+def _us_near(trial: dict[str, Any], rows: int) -> float:
+    """The time of the next larger size at which ``trial`` was timed, else of the largest."""
+    sizes = sorted(map(int, trial["us"]))
+    return trial["us"][str(next((size for size in sizes if size >= rows), sizes[-1]))]
 
 
 def proposals(setting: Setting) -> dict[str, Any]:
@@ -342,7 +379,7 @@ def _regrets(setting: Setting, tables: Sequence[tuple[Table, dict[str, Any]]]) -
             setting.require_time()
             choices = [dispatch_for(table).lookup(rows, kind) for table, _ in tables]
             raced = [*choices, *(config_of(PartPlan.STUDY.path, trial["config"]) for trial in _fastest(timed, rows))]
-            samples, clocks = racer.race(kind, rows, raced, REGRET_ROUNDS)
+            samples, clocks = racer.race(kind, rows, raced, PROPOSALS_ROUNDS)
             for choice, (_, names) in zip(choices, tables, strict=True):
                 best, ratio = best_by_half(samples, clocks, key_of(choice))
                 row = compared(kind, rows, key_of(choice), best, samples, ratio)

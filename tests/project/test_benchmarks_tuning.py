@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from sgl_flashsample.autotune.labels import DEVICES, label_of
+from sgl_flashsample.autotune.labels import DEVICES, config_of, key_of, label_of
 from sgl_flashsample.autotune.plan import EFFORTS, Plan
 from sgl_flashsample.kinds import KIND_NAMES, PLAIN
 from sgl_flashsample.tables.schema import HeadShape, Table
@@ -78,7 +78,10 @@ def test_it_runs_in_pieces_and_each_section_has_words(tuning, tmp_path):
     assert list(second["sections"]) == list(tuning.SECTIONS)
     assert second["sections"]["runs"] == first["sections"]["runs"]
     regret = second["sections"]["regret"]["151936x4096"]
-    assert regret["swept"] == regret["space"] > regret["tried_by_the_search"] > 0
+    places = {(row["kind"], row["batch"]) for row in regret["sizes"] if row["by"] == "built-in"}
+    assert places == {(row["kind"], row["batch"]) for row in regret["sizes"] if row["by"] == "quick"}
+    assert {rows for kind, rows in places if kind == "truncate"} == set(tuning.REGRET_SIZES)
+    assert {rows for kind, rows in places if kind == "plain+screen"} == {1, 8, 16, 48}
     proposals = second["sections"]["proposals"]["151936x4096"]
     searches = {(row["effort"], row["share"] > 0): row for row in proposals["sizes"]}
     assert len(searches) == 4 and len(proposals["sizes"]) == 4 * len(tuning.PartPlan.SIZES)
@@ -160,6 +163,20 @@ def test_the_luck_of_the_best_of_many_is_no_regret(tuning):
     best, ratio = tuning.best_by_half(samples, [0.0] * 24, "0")
     assert best == "7" and ratio.off == pytest.approx(1 / 0.9 - 1, abs=0.02)
     assert tuning.best_by_half(samples, [0.0] * 24, "7") == ("7", tuning.Ratio(0.0, 0.0, 0.0, 0.0))
+
+
+@pytest.mark.full
+def test_the_regret_of_a_choice_is_what_a_faster_one_of_the_search_would_have_saved(tuning, tuned):
+    log = setting(tuning, tuned).events("quick", "trial")
+    trials = [trial for trial in log if trial["study"] == "plain/fused/16" and trial["us"]]
+    missed = config_of("fused", max(trials, key=lambda trial: trial["us"]["1"])["config"])
+    write_device(tuning, tuned, costs={label_of(missed, PLAIN): {"1": 200.0, "48": 200.0}})
+    regret = tuning.regret(setting(tuning, tuned))
+    write_device(tuning, tuned)
+    rows = {(row["by"], row["kind"], row["batch"]): row for row in regret["sizes"]}
+    assert rows["quick", "plain", 1]["other"] == key_of(missed)
+    assert rows["quick", "plain", 1]["off"] > 0.2
+    assert rows["quick", "truncate", 1]["other"] != key_of(missed)
 
 
 def test_a_part_of_the_plan_is_one_study_that_has_more_than_a_search_tries(tuning):
