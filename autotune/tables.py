@@ -22,6 +22,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table as Grid
 
+from ..defaults import MODELLED, family_of
 from ..dispatch import DENSE_ROWS, DispatchTable
 from ..exit_codes import FAILED, OK
 from ..files import write_whole
@@ -45,7 +46,7 @@ from ..tables.lookup import (
     unsupported_config,
     unusable_sizes,
 )
-from ..tables.schema import Device, HeadShape, Table, file_name
+from ..tables.schema import ITEMSIZE, Device, HeadShape, Table, file_name
 from .decisions import (
     CONFIDENT,
     Decision,
@@ -299,7 +300,10 @@ def _explained(
     answer: dict[str, Any] = {"kind": str(kind), "rows": rows, "size": None, "of": str(kind)}
     if table_file is None:
         config = builtin_config(target.device, target.head, rows, kind)
-        return answer | _taken(config, "the built-in choice, without a table")
+        why = "the built-in choice, without a table"
+        if (family_of(target.device.cc), ITEMSIZE[target.head.dtype]) in MODELLED:
+            why += "; a server on this GPU takes the fused or the logits path by a cost model of its clocks"
+        return answer | _taken(config, why)
     if dispatch is None:
         return answer | _taken(None, f"no kernels for compute capability {target.device.cc}")
     choice = dispatch.choice(rows, kind)

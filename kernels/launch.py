@@ -129,10 +129,15 @@ def _callees(kernel: triton.JITFunction) -> Iterator[triton.JITFunction]:
 
 @dataclasses.dataclass(frozen=True)
 class Gpu:
-    """The properties of a device that launches depend on. capability: (9, 0) for an H100."""
+    """The properties of a device that launches and the choice of a path depend on. capability: (9, 0) for an H100.
+    clock: of its multiprocessors, in Hz, and bandwidth: of its memory, in bytes per second, both at the largest clocks;
+    0 where unknown. is_geforce: it is of the line whose tensor cores are slow with sums in float32."""
 
     capability: tuple[int, int]
     multiprocessors: int
+    clock: float = 0.0
+    bandwidth: float = 0.0
+    is_geforce: bool = False
 
 
 _pretended: Gpu | None = None
@@ -146,7 +151,17 @@ def gpu_of(device: torch.device) -> Gpu | None:
     if device.type != "cuda":
         return None
     properties: Any = torch.cuda.get_device_properties(device)
-    return Gpu((properties.major, properties.minor), properties.multi_processor_count)
+    # In kHz and bits; memory transfers twice per cycle.
+    clock, memory_clock, width = (
+        getattr(properties, name, 0) for name in ("clock_rate", "memory_clock_rate", "memory_bus_width")
+    )
+    return Gpu(
+        (properties.major, properties.minor),
+        properties.multi_processor_count,
+        clock=1e3 * clock,
+        bandwidth=2e3 * memory_clock * width / 8,
+        is_geforce="GeForce" in properties.name,
+    )
 
 
 def pretend_gpu(gpu: Gpu) -> None:

@@ -3,7 +3,8 @@
 They are tables like the tuned ones, ``tables/builtin-*.json``, one per device family and size of a weight element. An
 entry serves batches of up to ``rows`` rows, and the last one larger batches too. The entries of sm90 for 2-byte weights
 are those that tuning runs on an H100 or an H200 confirmed or chose; all others compile for their device with few
-register spills or none, and are not measured (``evidence_of``).
+register spills or none, and are not measured (``evidence_of``). For 2-byte weights on those devices, a cost model says
+from how many rows on a batch takes the logits path (``cost_model.py``); entries give each path its configurations.
 
 On a CPU kernels are interpreted: there the configuration is computed, for as few programs as the interpreter allows.
 """
@@ -15,6 +16,7 @@ import hashlib
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from .cost_model import MOST_ROWS, FusedRows, fused_rows, largest_fused
 from .files import read_plain
 from .kernels.config import (
     DEFAULT_TRUNCATION,
@@ -26,12 +28,13 @@ from .kernels.config import (
     TruncationConfig,
     next_power_of_2,
 )
-from .kinds import BatchKind, Config, SamplingPath
+from .kinds import PLAIN, BatchKind, Config, SamplingPath
 from .tables.schema import ITEMSIZE, MAX_BYTES, Entry, HeadShape, Table
 
 if TYPE_CHECKING:
     import torch
 
+    from .kernels.launch import Gpu
     from .kernels.params import LMHead
 
 SHIPPED = Path(__file__).parent / "tables"
@@ -42,6 +45,7 @@ INTERPRETED = "interpreted"
 # All batches of a batch-invariant head take the configuration of this one.
 INVARIANT_ROWS, INVARIANT_KIND = 64, BatchKind(edit=True)
 MEASURED, MEASURED_ON = ("sm90", 2), ("H100", "H200")  # family and bytes per weight element; GPUs
+MODELLED = (("sm80", 2), ("sm100", 2))  # families with a cost model for weights of so many bytes
 MAX_INTERPRETED_SCREEN_ROWS = 32  # of a head with a screen: speed does not matter, and the path gets tested
 MAX_INTERPRETED_WEIGHTS = 2**23  # beyond, reading the head takes seconds; PyTorch's GEMM reads it in milliseconds
 
@@ -50,7 +54,8 @@ class HeadTraits(NamedTuple):
     """The properties of a head and its device that the built-in choices depend on. family: of the device, or
     ``INTERPRETED``. has_gemm: a GEMM rounds logits as the head requires, and is fast: it takes several times as long
     where the number of logits in a row is no multiple of 8, and where the weight has to be converted first.
-    batch_invariant: every batch takes one configuration."""
+    batch_invariant: every batch takes one configuration. fused_rows: limits of the fused path by the cost model; None
+    leaves them to the built-in table."""
 
     family: str
     itemsize: int  # bytes per weight element
@@ -58,6 +63,7 @@ class HeadTraits(NamedTuple):
     hidden_size: int
     has_gemm: bool = True
     batch_invariant: bool = False
+    fused_rows: FusedRows | None = None
 
     @classmethod
     def of(cls, head: LMHead) -> HeadTraits:
@@ -69,12 +75,34 @@ class HeadTraits(NamedTuple):
                 f"weight is {weight.dtype} on {weight.device}; expected a device of compute capability 8.9 or newer"
             )
         has_gemm = head.gemm_gives_logits and weight.shape[0] % 8 == 0 and head.scale is None
-        return cls(family, weight.element_size(), head.vocab_size, weight.shape[1], has_gemm, head.batch_invariant)
+        traits = cls(family, weight.element_size(), head.vocab_size, weight.shape[1], has_gemm, head.batch_invariant)
+        if (family, traits.itemsize) not in MODELLED:
+            return traits
+        from .kernels.launch import gpu_of
+
+        return traits.modelled_on(gpu_of(weight.device))
 
     @classmethod
     def of_shape(cls, shape: HeadShape, family: str) -> HeadTraits:
         """The traits of a head as tables name it, whose weight is as wide as servers hold it."""
         return cls(family, ITEMSIZE[shape.dtype], shape.vocab, shape.hidden, not shape.is_quantised)
+
+    def modelled_on(self, gpu: Gpu | None) -> HeadTraits:
+        """The same with the limits of the fused path that the cost model has for ``gpu``, where it has one."""
+        return self if gpu is None else _modelled(self, gpu)
+
+    @property
+    def unmodelled(self) -> HeadTraits:
+        """The same without a cost model. Built-in choices that a tuned table was measured against, and refers to, are
+        those of its family alone: the tuner, which may run elsewhere, and a server mean the same ones."""
+        return self._replace(fused_rows=None)
+
+
+@functools.lru_cache(maxsize=1024)
+def _modelled(traits: HeadTraits, gpu: Gpu) -> HeadTraits:
+    tile = _serving_on(traits, SamplingPath.FUSED, MOST_ROWS, PLAIN).configuration
+    assert isinstance(tile, TileConfig)
+    return traits._replace(fused_rows=fused_rows(gpu, traits.vocab_size, traits.hidden_size, tile))
 
 
 def evidence_of(traits: HeadTraits, device_name: str) -> str:
@@ -83,7 +111,9 @@ def evidence_of(traits: HeadTraits, device_name: str) -> str:
     if traits.family == INTERPRETED:
         return ""
     if (traits.family, traits.itemsize) != MEASURED:
-        return "compiled for GPUs of this kind, measured on none"
+        by_cost = traits.fused_rows is not None and traits.has_gemm
+        path = "; the path of a batch by a cost model of bandwidth and multiprocessors" if by_cost else ""
+        return f"compiled for GPUs of this kind, measured on none{path}"
     there = any(name in device_name for name in MEASURED_ON)
     return f"measured on {' and '.join(MEASURED_ON)}{'' if there else ', not on this GPU'}"
 
@@ -147,6 +177,8 @@ def default_config(traits: HeadTraits, num_rows: int, kind: BatchKind) -> Config
             path = SamplingPath.LOGITS
         return _interpreted(traits, path, num_rows)
     entry = _serving(traits, num_rows, kind)
+    if traits.fused_rows is not None and entry.path != SamplingPath.SCREENED:
+        entry = _serving_by_cost(traits, traits.fused_rows, num_rows, kind)
     if entry.path == SamplingPath.LOGITS and not traits.has_gemm:
         return default_config_on(traits, SamplingPath.FUSED, num_rows, kind)
     return entry.configuration
@@ -169,6 +201,14 @@ def on_request_configs(traits: HeadTraits, num_rows: int, kind: BatchKind) -> li
         paths.append(SamplingPath.LOGITS)
     entries = [_serving_on(traits, path, num_rows, kind) for path in paths]
     return [entry.configuration for entry in entries if entry.on_request]
+
+
+def _serving_by_cost(traits: HeadTraits, limits: FusedRows, num_rows: int, kind: BatchKind) -> Entry:
+    """The entry on the path that the cost model takes for the fastest."""
+    fused = _serving_on(traits, SamplingPath.FUSED, num_rows, kind)
+    if num_rows <= largest_fused(kind, limits, fused.configuration.block_b):
+        return fused
+    return _serving_on(traits, SamplingPath.LOGITS, num_rows, kind)
 
 
 def _serving_on(traits: HeadTraits, path: SamplingPath, num_rows: int, kind: BatchKind) -> Entry:

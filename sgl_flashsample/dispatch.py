@@ -84,7 +84,7 @@ class DispatchTable:
     def check(self, head: LMHead) -> None:
         """Raise ValueError unless this table is for heads with the traits of ``head``."""
         if head is not self._checked():
-            if (traits := HeadTraits.of(head)) != self.traits:
+            if (traits := HeadTraits.of(head)).unmodelled != self.traits.unmodelled:
                 raise ValueError(f"table is for {self.traits}; expected one for the head's {traits}")
             self._checked = weakref.ref(head)
 

@@ -112,7 +112,7 @@ class Head:
         self._table = table
         self._parts = self._parts._replace(truncation_config=table.truncation_config)
         kept, lm_head, max_rows = self._parts.workspace, self._parts.lm_head, self.max_rows
-        if max_rows and kept is not None and table.traits == HeadTraits.of(lm_head):
+        if max_rows and kept is not None and table.traits.unmodelled == HeadTraits.of(lm_head).unmodelled:
             slots = (paths.slots_for(config, lm_head, max_rows) for config in self._configs_up_to(max_rows))
             if kept.slots < max(slots):
                 self.grow(max_rows)
@@ -426,7 +426,7 @@ class Head:
         """Draw from another head from now on. One of another shape takes the built-in choices, and scratch of its
         own."""
         self._parts = self._parts._replace(lm_head=lm_head)
-        if HeadTraits.of(lm_head) != self.table.traits:
+        if HeadTraits.of(lm_head).unmodelled != self.table.traits.unmodelled:
             rows, logprobs = self._rows_scratch, self._logprob_scratch
             self.table, self._rows_scratch, self._logprob_scratch = default_table(lm_head), None, None
             if self.max_rows:

@@ -468,6 +468,7 @@ def gemm_as_measured(table: Table, traits: HeadTraits) -> bool:
 
 def dispatch_of(table_file: TableFile, target: Target, traits: HeadTraits) -> tuple[DispatchTable, list[str]]:
     """The choices of a tuned table, and a warning for each reason why a part of it is unused or may be slow."""
+    traits = traits.unmodelled
     warnings = list(slower_than_measured(table_file))
     shipped = table_file.source == SHIPPED_SOURCE
     tuned: dict[BatchKind, dict[int, Config]] = {}

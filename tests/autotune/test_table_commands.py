@@ -325,7 +325,9 @@ def test_explain_finds_the_table_that_a_server_would(command, tmp_path, monkeypa
     code, out, _ = command(*ask)
     assert code == 0
     assert f"table     none: {TABLE.file_name} is not in {tmp_path / 'cache' / 'flashsample'}, " in out
-    assert "the built-in choice, without a table" in out
+    assert "the built-in choice, without a table" in out and "cost model" not in out
+    _, unmeasured, _ = command(*ask[:4], "NVIDIA A10", *ask[5:])
+    assert "without a table; a server on this GPU takes the fused or the logits path by a cost model" in unmeasured
     assert f"a server with default settings {RACES.format('there is no table')}\n" in out
     folder = tmp_path / "cache" / "flashsample"
     folder.mkdir(parents=True)

@@ -19,6 +19,7 @@ from kernel_cases import take
 from tuned_tables import CODE, CPU, H200, HEAD, make_entry, make_table, table_for_this_machine
 
 from sgl_flashsample import Head, LMHead, defaults
+from sgl_flashsample.cost_model import FusedRows
 from sgl_flashsample.defaults import HeadTraits, evidence_of
 from sgl_flashsample.dispatch import DispatchTable, default_table
 from sgl_flashsample.kernels.config import ReadConfig, ScreenConfig, TileConfig
@@ -581,6 +582,12 @@ def test_a_simulated_table_is_found_in_no_folder_and_under_no_name(folders):
         (HeadTraits("sm90", 2, 640, 64), "NVIDIA H20", "measured on H100 and H200, not on this GPU"),
         (HeadTraits("sm90", 4, 640, 64), "NVIDIA H200", "compiled for GPUs of this kind, measured on none"),
         (HeadTraits("sm100", 2, 640, 64), "NVIDIA B200", "compiled for GPUs of this kind, measured on none"),
+        (
+            HeadTraits("sm100", 2, 640, 64, fused_rows=FusedRows(90, 80)),
+            "NVIDIA B200",
+            "compiled for GPUs of this kind, measured on none; the path of a batch by a cost model of bandwidth and "
+            "multiprocessors",
+        ),
     ],
 )
 def test_the_line_without_a_table_says_on_which_gpus_the_built_in_choices_were_measured(traits, device, evidence):

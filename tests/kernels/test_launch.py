@@ -13,6 +13,7 @@ import triton.language as tl
 
 from sgl_flashsample.kernels.config import cdiv, next_power_of_2
 from sgl_flashsample.kernels.launch import (
+    Gpu,
     compiling_only,
     gpu_of,
     is_compiling_only,
@@ -127,12 +128,24 @@ def test_the_interpreter_has_no_binary_to_keep_and_is_asked_each_time():
 @pytest.mark.parametrize("capability, early", [((8, 0), False), ((9, 0), True), ((10, 0), True)])
 def test_a_gpu_says_how_many_programs_it_holds_and_whether_a_launch_may_start_early(monkeypatch, capability, early):
     (major, minor), device = capability, torch.device("cuda", 99)
-    properties = types.SimpleNamespace(major=major, minor=minor, multi_processor_count=132)
+    properties = types.SimpleNamespace(major=major, minor=minor, multi_processor_count=132, name="")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     for remembered in (gpu_of, resident_programs, supports_early_launch):
         monkeypatch.setattr(f"sgl_flashsample.kernels.launch.{remembered.__name__}", remembered.__wrapped__)
     assert resident_programs.__wrapped__(device, 2) == 264
     assert supports_early_launch.__wrapped__(device) is early
+
+
+def test_a_gpu_has_the_clock_and_the_bandwidth_that_the_driver_names_and_0_where_it_names_none(monkeypatch):
+    properties = types.SimpleNamespace(major=8, minor=9, multi_processor_count=128, name="NVIDIA GeForce RTX 4090")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    device = torch.device("cuda", 99)
+    assert gpu_of.__wrapped__(device) == Gpu((8, 9), 128, 0.0, 0.0, is_geforce=True)
+    vars(properties).update(
+        name="NVIDIA H200", clock_rate=1_980_000, memory_clock_rate=3_201_000, memory_bus_width=6016
+    )
+    known = gpu_of.__wrapped__(device)
+    assert (known.clock, round(known.bandwidth / 1e9), known.is_geforce) == (1.98e9, 4814, False)
 
 
 def test_devices_say_what_they_hold_and_can_do():
