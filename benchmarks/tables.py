@@ -42,6 +42,7 @@ SUMMARY_SAMPLINGS = ("t1", "trunc", "greedy")
 STOCK, FLASHSAMPLE = "stock", "flashsample"
 STANDING = 64  # rows of a batch that stays, beside traffic
 TRAFFIC = (16, 64, 256)  # clients
+TABLE_EFFORTS = ("quick", "full")
 SCREEN = "+screen"  # the end of the kinds of a tuned table that have a screen; the others in words:
 KINDS = {
     "plain": "temperature",
@@ -501,6 +502,23 @@ def tuned(folder: Path) -> str:
     return "\n\n".join(blocks) or NOT_MEASURED
 
 
+def regret(folder: Path) -> Table | None:
+    """How much slower the choices of tables are than the fastest of what a search of the longer effort has tried; by
+    head, over all kinds and batch sizes."""
+    lines = []
+    for results in (Results(gpu, folder) for gpu in gpus(folder)):
+        for head, searched in results.section("tuning", "regret").items():
+            for effort in TABLE_EFFORTS:
+                sizes = [size for size in searched["sizes"] if size["by"] == effort]
+                if sizes:
+                    mean, worst = sum(size["off"] for size in sizes) / len(sizes), max(sizes, key=lambda size: size["off"])
+                    kind = KINDS.get(worst["kind"].removesuffix(SCREEN), worst["kind"])
+                    screen = ", with a screen" if worst["kind"].endswith(SCREEN) else ""
+                    most = f"{100 * worst['off']:.1f} % ({kind}{screen}, {worst['batch']} rows)"
+                    lines.append([f"{results.name}, {head}, `{effort}`", f"{100 * mean:.2f} %", most])
+    return (["regret of a table", "on average", "at most"], lines) if lines else None
+
+
 def proposals(folder: Path) -> Table | None:
     """How much slower than the fastest of a sweep searches choose, without the sampler's share of their trials and with
     it; by head, over all batch sizes. Without its share it still proposes where a search has tried all seeds."""
@@ -640,6 +658,7 @@ SECTIONS: dict[str, Callable[[Path], str]] = {
     "standing-and-traffic": _table(standing_and_traffic),
     "losses": losses,
     "tuned": tuned,
+    "regret": _table(regret),
     "proposals": _table(proposals, "Regret without the proposals of Optuna, and with them: "),
     "deterministic": _table(deterministic),
     "answers": _table(answers),

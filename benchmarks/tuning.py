@@ -63,6 +63,7 @@ RACED = 32  # configurations of a sweep, the fastest by the screening
 TRIED = 6  # the same of a search, of each path
 REGRET_SIZES = (1, 8, 16, 48, 96, 200)
 REGRET_KINDS = tuple(KIND_NAMES[name] for name in ("plain", "plain+screen", "truncate", "truncate+screen"))
+SHARES = {"quick": 1 / 3, "full": EFFORTS["full"].proposed}  # of the sampler in a search's trials
 ALPHA = 0.05  # chance that one section calls anything slower that is not
 PART_SECONDS = 240.0  # budget of a run in a part of the space
 RESERVE = 20.0  # seconds of a call that stay for ending it
@@ -353,7 +354,7 @@ def proposals(setting: Setting) -> dict[str, Any]:
     tables = []
     for effort, with_share in arms:
         name = f"part-{effort}-{'with' if with_share else 'without'}-share"
-        share = EFFORTS[effort].proposed if with_share else 0.0
+        share = SHARES[effort] if with_share else 0.0
         chosen = _tune_part(setting, name, effort, share)
         trials = setting.events(name, "trial")
         proposed = sum(trial["proposed"] for trial in trials)
