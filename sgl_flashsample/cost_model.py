@@ -38,7 +38,7 @@ FULL_LOADS = 1024
 MOST_ROWS = 256  # the largest batch of which the fused pass was the fastest, on an H100 with most heads
 # The limit of another kind, as a part of ``FusedRows.reading``: limits of the measured built-in table over its plain
 # one. Per logit, a truncation or edits cost the fused pass about what they cost a reader, and registers besides.
-PARTS = {BatchKind(truncate=True): 1 / 2, BatchKind(edit=True): 1 / 2, BatchKind(truncate=True, edit=True): 3 / 8}
+PARTS = {BatchKind(truncate=True): 1 / 2, BatchKind(edit=True): 1 / 2, BatchKind(truncate=True, edit=True): 1 / 4}
 
 
 class FusedRows(NamedTuple):

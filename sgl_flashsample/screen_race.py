@@ -32,9 +32,9 @@ from .tables.lookup import bucket_for, ranges_of
 SIZES = (1, 2, 4, 8, 16, 32, 64)
 # Rows of the largest batch that is raced, by kind. Larger truncated batches leave most of the head to rescore, and
 # larger edited ones are no faster: neither is worth the compilation of its kernels at each start.
-MOST_ROWS = {"plain": MAX_SCREENED_ROWS, "greedy": MAX_SCREENED_ROWS, "truncate": 32, "edit": 16}
+MOST_ROWS = {"plain": MAX_SCREENED_ROWS, "greedy": MAX_SCREENED_ROWS, "truncate": 32, "edit": 32, "edit+truncate": 8}
 
-MAX_SECONDS = 0.8  # of a whole race
+MAX_SECONDS = 1.0  # of a whole race
 ROUNDS = 12
 BUSY_SECONDS = 0.05
 TRIMMED = 1  # rounds of the largest and of the smallest saving that do not count: something else may have run meanwhile

@@ -140,9 +140,9 @@ def test_a_kind_without_entries_takes_those_of_its_fallback():
             assert default_config(traits("sm100"), rows, kind._replace(screen=True)) == wanted
 
 
-@pytest.mark.parametrize("hidden, truncated", [(2879, 1), (2880, 8)])
-def test_on_sm90_batches_are_screened_up_to_the_sizes_that_were_measured_to_win(hidden, truncated):
-    largest = {"plain": 32, "greedy": 16, "edit": 16, "truncate": truncated, "edit+truncate": 0}
+@pytest.mark.parametrize("hidden, edited, truncated, both", [(2879, 16, 1, 0), (2880, 32, 16, 8)])
+def test_on_sm90_batches_are_screened_up_to_the_sizes_that_were_measured_to_win(hidden, edited, truncated, both):
+    largest = {"plain": 32, "greedy": 16, "edit": edited, "truncate": truncated, "edit+truncate": both}
     for name, size in largest.items():
         kind = KIND_NAMES[f"{name}+screen"]
         for head in (traits(hidden=hidden), traits(hidden=hidden, has_gemm=False)):

@@ -997,7 +997,7 @@ def test_the_page_of_results_has_every_table_and_both_pages_are_short(load):
     page = report.PAGE.read_text()
     of_the_readme = {name for name in load("tables").SECTIONS if name.startswith("summary-")}
     shown = set(report.MARKER.findall(page))
-    of_others = {"proposals"}, {"deterministic", "answers"}
+    of_others = {"regret", "proposals"}, {"deterministic", "answers"}
     for other, names in zip((report.PAGE_OF_THE_TUNER, report.PAGE_OF_LOGPROBS), of_others, strict=True):
         assert set(report.MARKER.findall(other.read_text())) == names
     assert shown == {*load("tables").SECTIONS, "summary-picture"} - of_the_readme - set.union(*of_others)
@@ -1138,7 +1138,7 @@ def test_every_row_of_every_file_is_in_the_table_of_all_results(load):
         data = json.loads((FOLDER / "results" / entry["file"]).read_text())
         assert len(entry["rows"]) == len(data.get("rows", [])) + len(data.get("searches", [])) + rows_of_sections(data)
         without |= {(entry["benchmark"], row[0]) for row in entry["rows"] if row[place] is None}
-    assert without == {("serve", "repeats"), ("tuning", "runs")}, "they hold several figures of equal weight"
+    assert without == {("serve", "repeats")}, "they hold several figures of equal weight"
 
 
 def rows_of_sections(data: dict) -> int:

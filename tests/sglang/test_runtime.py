@@ -1066,8 +1066,7 @@ def test_a_screen_that_wins_its_race_at_the_start_serves_and_two_lines_and_the_s
         state = prepared(starting, make_head(weights(device)), 600)
     decided, built = lines_of(caplog)
     rows = 16 if device.type == "cpu" else 64
-    most = {"plain": rows, "greedy": rows, "truncate": min(rows, 32), "edit": 16}
-    used = ", ".join(f"{kind} 1-{most[kind]}" for kind in most)
+    used = ", ".join(f"{kind} 1-{min(most, rows)}" for kind, most in screen_race.MOST_ROWS.items())
     assert decided.startswith("flashsample: no tuned table for ")
     words = f"screen used for {used} rows, measured in "
     assert words in decided and "(plain 1: 300 µs without it, 170 µs with it); else built-in kernel" in decided
