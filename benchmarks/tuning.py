@@ -3,7 +3,7 @@
     python benchmarks/run.py tuning --out benchmarks/results/h200-tuning.json
 
 runs       wall time of `tune run`, from empty caches; a second one does nothing
-regret     choices of tables of both efforts, and built-in ones, against the fastest that the longer search has tried
+regret     choices of tables of both efforts, and built-in ones, against those that the longer search timed best
 proposals  choices of searches with the sampler's share of their trials and without, in a part of the space, swept
 sweep      batch sizes at and between the measured ones: the tuned choice against the built-in one
 replay     `tune verify` in a fresh process
@@ -327,7 +327,8 @@ def regret(setting: Setting) -> dict[str, Any]:
         offs = {(size["kind"], size["batch"]): size["off"] for size in sizes if size["by"] == by}
         worst = max(offs, key=lambda place: offs[place])
         at = f"{100 * offs[worst]:.1f} % at {worst[0]} {worst[1]}"
-        words.append(f"{by} {100 * statistics.fmean(offs.values()):.2f} % on average, at most {at}")
+        mean = statistics.fmean(max(0.0, off) for off in offs.values())
+        words.append(f"{by} {100 * mean:.2f} % on average, at most {at}")
     return {"summary": "; ".join(words), "sizes": sizes}
 
 

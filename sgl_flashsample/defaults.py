@@ -115,7 +115,7 @@ def evidence_of(traits: HeadTraits, device_name: str) -> str:
         path = "; the path of a batch by a cost model of bandwidth and multiprocessors" if by_cost else ""
         return f"compiled for GPUs of this kind, measured on none{path}"
     there = any(name in device_name for name in MEASURED_ON)
-    return f"measured on {' and '.join(MEASURED_ON)}{'' if there else ', not on this GPU'}"
+    return f"measured on {' or '.join(MEASURED_ON)}{'' if there else ', not on this GPU'}"
 
 
 @functools.cache
@@ -227,7 +227,7 @@ def _serving(traits: HeadTraits, num_rows: int, kind: BatchKind, path: SamplingP
         and (not entry.on_request if path is None else entry.path == path)
         and traits.hidden_size >= entry.min_hidden
     ]
-    entries.sort(key=lambda entry: entry.rows)
+    entries.sort(key=lambda entry: (entry.rows, -entry.min_hidden))
     fallback = kind.fallback if path is not SamplingPath.SCREENED else None
     if fallback is not None and (not entries or entries[-1].rows < num_rows):
         return _serving(traits, num_rows, fallback, path)

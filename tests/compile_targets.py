@@ -155,7 +155,7 @@ def built_in_launches(capability: int, choices: str) -> Iterator[tuple[str, Call
                 continue
             first_of_kind = (kind, path_of(config)) not in seen
             seen |= wanted | {(kind, path_of(config))}
-            if str(kind) == "plain+screen" and first:  # every sm90 choice lists the groups, other devices do not
+            if str(kind) == "plain+screen" and first:  # most sm90 choices list the groups, other devices do not
                 config = dataclasses.replace(config, listed=False)
             options: list[tuple[str, LMHead, dict]] = [("", head, {})]
             if kind.edit and (first_of_kind or not full):  # fewer operands than all edits, which fit with every tile

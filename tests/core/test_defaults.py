@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import msgspec
 import pytest
 import torch
 from core_examples import UNSCREENED, example
@@ -25,7 +26,7 @@ from sgl_flashsample.defaults import (
 )
 from sgl_flashsample.kernels.config import ReadConfig, ScreenConfig, TileConfig
 from sgl_flashsample.kernels.launch import Gpu
-from sgl_flashsample.kinds import BATCH_KINDS, CONFIGS, KIND_NAMES, PLAIN, SamplingPath, path_of
+from sgl_flashsample.kinds import BATCH_KINDS, CONFIGS, KIND_NAMES, PLAIN, Config, SamplingPath, path_of
 from sgl_flashsample.tables.lookup import load_table, unsupported_config
 from sgl_flashsample.tables.schema import Device
 
@@ -130,6 +131,21 @@ def test_an_entry_serves_up_to_its_size_and_the_last_one_all_larger_batches():
     assert taken[129] == taken[512] == taken[513] == taken[9999]
     asked = default_config_on(traits(), SamplingPath.FUSED, 300, PLAIN)
     assert asked.block_b == 128 and asked != taken[128], "an entry that only batches forced to its path take"
+
+
+@pytest.mark.parametrize("family", ["sm80", "sm90", "sm100"])
+def test_a_choice_does_not_depend_on_the_order_of_the_entries(family, monkeypatch):
+    def choices() -> list[Config]:
+        heads = [traits(family, hidden=hidden) for hidden in (2048, 2880, 4096)]
+        return [default_config(head, rows, kind) for head in heads for kind in BATCH_KINDS for rows in SIZES]
+
+    table, before = builtin_table(family, 2), choices()
+    reversed_table = msgspec.structs.replace(table, entries=table.entries[::-1])
+    monkeypatch.setattr(defaults, "builtin_table", lambda *of: reversed_table)
+    default_config.cache_clear()
+    after = choices()
+    default_config.cache_clear()
+    assert before == after
 
 
 def test_a_kind_without_entries_takes_those_of_its_fallback():

@@ -578,8 +578,8 @@ def test_a_simulated_table_is_found_in_no_folder_and_under_no_name(folders):
 @pytest.mark.parametrize(
     "traits, device, evidence",
     [
-        (HeadTraits("sm90", 2, 640, 64), "NVIDIA H200", "measured on H100 and H200"),
-        (HeadTraits("sm90", 2, 640, 64), "NVIDIA H20", "measured on H100 and H200, not on this GPU"),
+        (HeadTraits("sm90", 2, 640, 64), "NVIDIA H200", "measured on H100 or H200"),
+        (HeadTraits("sm90", 2, 640, 64), "NVIDIA H20", "measured on H100 or H200, not on this GPU"),
         (HeadTraits("sm90", 4, 640, 64), "NVIDIA H200", "compiled for GPUs of this kind, measured on none"),
         (HeadTraits("sm100", 2, 640, 64), "NVIDIA B200", "compiled for GPUs of this kind, measured on none"),
         (

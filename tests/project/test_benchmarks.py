@@ -1104,9 +1104,23 @@ def test_searches_with_and_without_proposals_are_compared_by_head_and_effort(loa
     without, shared = ({"effort": "quick", "share": share, "trials": 6, "se": 0.0003} for share in (0.0, 0.333))
     sizes = [without | {"proposed": 0, "batch": batch, "off": off} for batch, off in ((1, 0.02), (16, 0.04))]
     sizes += [shared | {"proposed": 2, "batch": batch, "off": off} for batch, off in ((1, 0.01), (16, 0.0))]
-    write_results(tmp_path, "tuning", [], sections={"proposals": {"151936x4096": {"sizes": sizes}}})
+    write_results(
+        tmp_path, "tuning", [], sections={"proposals": {"151936x4096": {"sizes": sizes, "commit": "0123456789"}}}
+    )
     line = section(tmp_path).splitlines()[-1]
-    assert line == "| H200, 151936x4096, `quick` | 3.00 ± 0.02 % (0 of 6) | 0.50 ± 0.02 % (2 of 6) |"
+    assert line == "| H200, 151936x4096, `quick`, commit 0123456 | 3.00 ± 0.02 % (0 of 6) | 0.50 ± 0.02 % (2 of 6) |"
+
+
+def test_a_choice_that_is_faster_than_the_fastest_found_makes_no_other_ones_regret_smaller(load, tmp_path):
+    section = load("tables").SECTIONS["regret"]
+    places = (("plain", 1, -0.02), ("truncate+screen", 48, 0.06))
+    sizes = [{"by": "full", "kind": kind, "batch": batch, "off": off} for kind, batch, off in places]
+    sizes.append(sizes[0] | {"by": "built-in", "off": 0.5})
+    write_results(tmp_path, "tuning", [], sections={"regret": {"8x8": {"sizes": sizes, "commit": "0123456789"}}})
+    (line,) = section(tmp_path).splitlines()[2:]
+    assert (
+        line == "| H200, 8x8, `full`, commit 0123456 | 3.00 % | 6.0 % (top-k, top-p, min-p, with a screen, 48 rows) |"
+    )
 
 
 def test_servers_of_deterministic_inference_have_a_table_of_their_own(load, tmp_path):

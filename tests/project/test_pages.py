@@ -18,7 +18,7 @@ import pytest
 from lab import bootstrap
 
 import sgl_flashsample
-from sgl_flashsample import defaults, switches
+from sgl_flashsample import defaults, screen_race, switches
 from sgl_flashsample.autotune import decide, plan, verify
 from sgl_flashsample.sglang import metrics, step_graphs, versions
 from sgl_flashsample.sglang.row_table import Reason
@@ -348,6 +348,15 @@ def test_pages_say_that_servers_race_the_screen_exactly_while_no_shipped_table_n
     }
     for page, sentence in sentences.items():
         assert (sentence in " ".join(text_of(page).split())) == none_does, page
+
+
+def test_pages_say_which_batches_a_race_at_the_start_has_and_how_long_it_takes():
+    assert screen_race.MOST_ROWS == {"plain": 64, "greedy": 64, "truncate": 32, "edit": 32, "edit+truncate": 8}
+    text = " ".join(text_of("docs/tune/shipping.md").split())
+    seconds = f"{screen_race.MAX_SECONDS:.0f} s"
+    rows = "plain and greedy batches of up to 64 rows, truncated or edited ones of up to 32, both of up to 8, in"
+    assert f"{rows} {seconds} at most" in text
+    assert f"a race of {seconds} at most at the start" in text_of("docs/operate/variables.md")
 
 
 def test_the_support_matrix_is_that_of_the_result_files_and_of_the_tests():
