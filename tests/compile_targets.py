@@ -124,6 +124,7 @@ def built_in_launches(capability: int, choices: str) -> Iterator[tuple[str, Call
     of few; "first" for, of 2-byte heads, the first of each kind and path, but of truncation only with edits, and the
     first for plain batches of a quantised head."""
     from sgl_flashsample.defaults import builtin_table, truncation_config
+    from sgl_flashsample.invariant import tile_of
     from sgl_flashsample.kernels.config import ReadConfig, ScreenConfig, TileConfig
     from sgl_flashsample.kernels.params import LMHead
     from sgl_flashsample.kinds import KIND_NAMES, path_of
@@ -174,6 +175,11 @@ def built_in_launches(capability: int, choices: str) -> Iterator[tuple[str, Call
                     screen = usual_screen if some is head else UnwrittenScreen(some, 64)
                 parts = Parts(some, truncation, screen=screen)
                 yield label, functools.partial(launch_once, parts, config, kind, **given)
+        if itemsize == 2 and not first:
+            invariant = dataclasses.replace(head, batch_invariant=True)
+            kind, tile = KIND_NAMES["edit+truncate"], tile_of(invariant)  # every batch has the kernels of this kind
+            label = f"fused, {kind}, {dtype}, batch-invariant: {tile}"
+            yield label, functools.partial(launch_once, Parts(invariant, truncation), tile, kind)
 
 
 def launches_beside_a_draw(choices: str) -> Iterator[tuple[str, Callable[[], Any]]]:
