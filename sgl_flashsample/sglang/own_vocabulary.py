@@ -111,7 +111,7 @@ class HotVocabulary(OwnVocabulary):
 
     @property
     def words(self) -> str:
-        facts = f"{self._covers:.1%} of its tokens, a copy of {self._num_bytes:,} bytes"
+        facts = f"{100 * self._covers:.1f} % of its tokens, a copy of {self._num_bytes:,} bytes"
         return f"the {self._size:,} most frequent ids of {self._file} ({facts})"
 
     @property
