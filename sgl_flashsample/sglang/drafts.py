@@ -26,11 +26,11 @@ from ..head import Head
 from ..kernels.gather_rows import RowBuffers
 from ..kernels.params import BatchParams
 from ..selfcheck import MAX_COMPILED_ROWS
-from ..switches import DRAFTS_VARIABLE, word
+from ..switches import ALL_IDS, DRAFT_VOCAB_VARIABLE, DRAFTS_VARIABLE, text, word
 from .batch import Batch, batch_of, routing_of
 from .find_heads import heads_of, processors_of
 from .lazy_logits import DraftLogits, LazyLogits, plain
-from .own_vocabulary import OwnVocabulary, unsupported_ids
+from .own_vocabulary import OwnVocabulary, hot_vocabulary, unsupported_ids
 from .runtime import Runtime
 from .support import draft_model_has_its_own_head, unsupported_drafts
 
@@ -76,7 +76,7 @@ class Drafts:
         # The parameters of the requests. Graphs of SGLang's read them for as long as the process lives.
         self._rows: RowBuffers | None = None
         self._head: Head | None = None  # with scratch and a screen of its own
-        self._own: OwnVocabulary | None = None  # of a draft model that has some of the target's ids
+        self._own: OwnVocabulary | None = None  # where some of the target's ids are drafted
         self._max_rows = 0  # rows that are drawn at once
 
     def attach(self, worker: Any, *args: Any, **kwargs: Any) -> None:
@@ -102,7 +102,7 @@ class Drafts:
             words = "coupled: drawn at each request's temperature, with the target's noise"
         else:
             words = f"greedy: {not_coupled}"
-        how = "without logits" if self._own is None else "through logits of the ids that the draft model has"
+        how = "without logits" if self._own is None else f"through logits of {self._own.words}"
         logger.info("flashsample: drafts come from hidden states, %s; they are %s", how, words)
 
     def _unsupported(self, worker: Any, processors: list[Any]) -> str | None:
@@ -137,11 +137,16 @@ class Drafts:
         is_shared = state in self.runtime.heads  # whose scratch is replaced when a batch outgrows it
         if not is_shared:
             state.update(self._max_rows)
-        self._head = state.head.twin(self._max_rows if is_shared else 0)
         token_ids = _own_token_ids(worker)
+        if token_ids is None:
+            self._own = self.runtime.draft_vocabulary = hot_vocabulary(state.head.lm_head, self._max_rows)
+        elif text(DRAFT_VOCAB_VARIABLE) != ALL_IDS:
+            logger.warning("flashsample: %s does nothing: the draft model has some of the ids", DRAFT_VOCAB_VARIABLE)
+        self._head = state.head.twin(self._max_rows if is_shared and self._own is None else 0)
         if token_ids is not None and self.mode is DraftMode.COUPLED:
             (vocab_size,) = {target.processor.vocab_size for target in self.runtime.heads}
             self._own = OwnVocabulary(self._head, token_ids, vocab_size, self._max_rows)
+        if self._own is not None:
             self._max_rows = self._own.max_rows
         else:
             self._head.screen = None if state.screen is None or state.screen.stopped else state.screen.pin()
@@ -150,10 +155,13 @@ class Drafts:
     def load(self, worker: Any, batch: Any, *args: Any, **kwargs: Any) -> None:
         """Before ``EAGLEWorkerV2.forward_batch_generation``: the parameters of this batch's rows. A batch that SGLang
         verifies gets greedy drafts: its coins do not know our noise."""
-        if not self.runtime.draws_drafts or self.mode is not DraftMode.COUPLED:
+        if not self.runtime.draws_drafts:
             return
         assert self._rows is not None
         try:
+            self._follow_weight()
+            if self.mode is not DraftMode.COUPLED:
+                return
             rows = self._rows_of(batch)
             if rows is self._batch:
                 return
@@ -165,6 +173,15 @@ class Drafts:
             self._batch = rows
         except Exception as error:
             self._stop(f"until restart, after {type(error).__name__}: {error}")
+
+    def _follow_weight(self) -> None:
+        """Renew a copy of rows of the head. While a change of weights is under way it stays: its end is announced."""
+        runtime, state = self.runtime, self.runtime.draft_head
+        if runtime.draft_vocabulary is None or not runtime.weights_settled:
+            return
+        assert state is not None
+        state.update(1)
+        runtime.draft_vocabulary.follow(state.head.lm_head, runtime.weight_changes)
 
     def _rows_of(self, batch: Any) -> Batch | None:
         """The rows of a batch of SGLang's that the fused pass will verify; None where SGLang will."""

@@ -1,19 +1,33 @@
-"""Coupled drafts of a draft model that has some of the target's ids: EAGLE3's, or one with a token map (FR-Spec, arXiv
-2502.14856).
+"""Drafts from the logits of some of the target's ids: of a draft model that has no others (EAGLE3's, or one with a
+token map), or of a hot vocabulary, a copy of the rows of the ids that carry the traffic (FR-Spec, arXiv 2502.14856;
+SIMPLE, arXiv 2512.00719, sections 5.3 and 5.4).
 
 The noise of a token belongs to its id in the target's vocabulary (``kernels/rng.py``): drafts are drawn with that of
-the ids which the draft model's rows stand for (``kernels/sample_own_ids.py``).
+the ids which the rows stand for (``kernels/sample_own_ids.py``).
 """
 
 from __future__ import annotations
 
+import logging
+from typing import Any
+
+import numpy as np
 import torch
 
+from ..files import BadFileError, first_line, one_line
 from ..head import Head
+from ..hot_vocab import MAPPED_SHARE, HotVocab
+from ..kernels.config import cdiv
 from ..kernels.params import BatchParams, LMHead
+from ..kernels.rng import GROUP_SIZE
 from ..kernels.sample_own_ids import OwnIds
+from ..switches import ALL_IDS, DRAFT_VOCAB_VARIABLE, text
+from .screen_lifecycle import lack_of_memory
+
+logger = logging.getLogger("sgl_flashsample")
 
 MAX_ROWS = 256  # drawn at a time: their logits are in memory of their own
+MEMORY_SHARE = 0.5  # of the free memory that a copy may take: SGLang's CUDA graphs are still to come
 
 
 def unsupported_ids(token_ids: torch.Tensor, lm_head: LMHead, vocab_size: int) -> str | None:
@@ -30,23 +44,114 @@ def unsupported_ids(token_ids: torch.Tensor, lm_head: LMHead, vocab_size: int) -
 class OwnVocabulary:
     """Draws drafts. All that a CUDA graph reads stays where it is.
 
-    max_rows: of a draw, ``MAX_ROWS`` at most. head: of the draft model; its weight may be replaced. token_ids: ``[H]``
-    int64, the id that each of its rows has in the target. vocab_size: V, ids of the target.
+    max_rows: of a draw, ``MAX_ROWS`` at most. head: of the draft model, or a part of it; its weight may be replaced.
+    token_ids: ``[H]`` int64, the id that each of its rows has in the target. vocab_size: V, ids of the target.
+    draws_rows: a draft is a row of the head; else the target's id.
     """
 
-    def __init__(self, head: Head, token_ids: torch.Tensor, vocab_size: int, max_rows: int) -> None:
+    def __init__(
+        self, head: Head, token_ids: torch.Tensor, vocab_size: int, max_rows: int, *, draws_rows: bool = True
+    ) -> None:
         lm_head = head.lm_head
         device = lm_head.weight.device
         token_ids = token_ids.to(device)
         self._head, self.max_rows = head, min(max_rows, MAX_ROWS)
         self._ids = OwnIds(token_ids, vocab_size, in_order=bool((token_ids[1:] > token_ids[:-1]).all()))
-        self._places = torch.zeros(vocab_size, dtype=torch.int64, device=device)
-        self._places[token_ids] = torch.arange(len(token_ids), device=device)
+        self._places: torch.Tensor | None = None
+        if draws_rows:
+            self._places = torch.zeros(vocab_size, dtype=torch.int64, device=device)
+            self._places[token_ids] = torch.arange(len(token_ids), device=device)
         hidden = torch.zeros(self.max_rows, lm_head.weight.shape[1], dtype=lm_head.hidden_dtype, device=device)
         self._logits = head.logits(hidden).clone()
         head.reserve_rows(self.max_rows, vocab_size)
 
+    @property
+    def words(self) -> str:
+        """The ids, for the log."""
+        return "the ids that the draft model has"
+
     def draw(self, hidden: torch.Tensor, params: BatchParams) -> torch.Tensor:
-        """``[N]`` int64: the draft of each of up to ``max_rows`` rows, as a row of the draft model's head."""
+        """``[N]`` int64: the draft of each of up to ``max_rows`` rows, as SGLang expects it from the draft model."""
         logits = self._head.logits(hidden, out=self._logits[: len(hidden)])
-        return self._places[self._head.draw_from_own_ids(logits, self._ids, params).token_ids]
+        token_ids = self._head.draw_from_own_ids(logits, self._ids, params).token_ids
+        return token_ids if self._places is None else self._places[token_ids]
+
+
+class HotVocabulary(OwnVocabulary):
+    """Drafts of the ids that a file of counts has as the most frequent, from a copy of their rows. The rows are zeros
+    until ``follow`` writes them.
+
+    lm_head: of a draft model that has all ids. file: of ``HotVocab``; where it counts fewer ids, the lowest others are
+    added, which tokenizers give to what is frequent.
+
+    Raises BadFileError for a file that cannot be read, or counts ids that the draft model does not have, RuntimeError
+    where too little memory is free.
+    """
+
+    def __init__(self, lm_head: LMHead, file: str, max_rows: int) -> None:
+        counts, vocab_size, weight = HotVocab.load(file), lm_head.vocab_size, lm_head.weight
+        seen = np.flatnonzero(counts.ids)
+        if seen[-1] >= vocab_size:
+            raise BadFileError(f"{one_line(file)} counts id {seen[-1]}; expected ids from 0 to {vocab_size - 1}")
+        per_id = np.zeros(vocab_size, dtype=np.int64)
+        per_id[seen] = counts.ids[seen]
+        # Whole groups of columns: rows of logits are then aligned, without which a GEMM is slow.
+        self._size = min(vocab_size, GROUP_SIZE * cdiv(int(MAPPED_SHARE * vocab_size), GROUP_SIZE))
+        hot = HotVocab.of_ids(per_id).most_frequent(self._size)
+        self._file, self._covers = one_line(file), int(per_id[hot].sum()) / counts.counted
+        self._num_bytes = self._size * (weight.shape[1] * weight.itemsize + (0 if lm_head.scale is None else 4))
+        if (reason := lack_of_memory(self._num_bytes, weight.device, MEMORY_SHARE)) is not None:
+            raise RuntimeError(reason)
+        with torch.inference_mode(False):  # else they could not be written to outside of that mode
+            self._weight = weight.new_zeros(self._size, weight.shape[1])
+            self._scale = None if lm_head.scale is None else lm_head.scale.new_zeros(self._size)
+        self._source: tuple[LMHead | None, int] = None, 0  # what ``follow`` has last copied
+        head = Head(self._rows_of(lm_head), announces_changes=True)
+        super().__init__(head, torch.from_numpy(hot), vocab_size, max_rows, draws_rows=False)
+
+    @property
+    def words(self) -> str:
+        facts = f"{100 * self._covers:.1f} % of its tokens, a copy of {self._num_bytes:,} bytes"
+        return f"the {self._size:,} most frequent ids of {self._file} ({facts})"
+
+    @property
+    def status(self) -> dict[str, Any]:
+        """Facts for ``Runtime.status``."""
+        return {"file": self._file, "ids": self._size, "covers": self._covers, "bytes": self._num_bytes}
+
+    def _rows_of(self, lm_head: LMHead) -> LMHead:
+        """The copy, with logits as those of ``lm_head``."""
+        options: dict[str, Any] = {"logit_scale": lm_head.logit_scale, "softcap": lm_head.softcap}
+        options |= {"logits_dtype": lm_head.rounding, "hidden_dtype": lm_head.hidden_dtype}
+        return LMHead(self._weight, scale=self._scale, **options)
+
+    def follow(self, lm_head: LMHead, changes: int) -> None:
+        """Write the copy where it lies, if ``lm_head`` or the number of changes of its weight is another one. In host
+        code of a step: a captured graph would write it at every replay."""
+        known, known_changes = self._source
+        if lm_head is known and changes == known_changes:
+            return
+        token_ids = self._ids.token_ids
+        torch.index_select(_bytes_of(lm_head.weight), 0, token_ids, out=_bytes_of(self._weight))
+        if lm_head.scale is not None:
+            torch.index_select(lm_head.scale, 0, token_ids, out=self._scale)
+        self._head.replace(self._rows_of(lm_head))
+        self._source = lm_head, changes
+
+
+def _bytes_of(weight: torch.Tensor) -> torch.Tensor:
+    """A quantised weight as bytes, which every PyTorch selects."""
+    return weight.view(torch.uint8) if weight.itemsize == 1 else weight
+
+
+def hot_vocabulary(lm_head: LMHead, max_rows: int) -> HotVocabulary | None:
+    """The hot vocabulary that ``FLASHSAMPLE_DRAFT_VOCAB`` asks for; None where all ids are drafted."""
+    file = text(DRAFT_VOCAB_VARIABLE)
+    if file == ALL_IDS:
+        return None
+    try:
+        return HotVocabulary(lm_head, file, max_rows)
+    except Exception as error:  # memory, a file, or what else a server must start without
+        reason = str(error) if isinstance(error, BadFileError) else first_line(error)
+        logger.warning("flashsample: drafts are of the whole vocabulary (%s): %s", DRAFT_VOCAB_VARIABLE, reason)
+        return None

@@ -33,6 +33,7 @@ from .find_heads import heads_of, processors_of
 from .head import GraphInputs, HeadState
 from .metrics import Metrics
 from .model_graph import ExtraRoot
+from .own_vocabulary import HotVocabulary
 from .row_table import RowTable
 from .screen_lifecycle import NOT_MEASURED, HeadScreen, ScreenMode, race_screen, screen_mode, unsupported_screen
 from .settings import Settings, refuse_to_start, unsupported_screens
@@ -120,6 +121,7 @@ class Runtime:
         self.weights_settled = True
         self.prepares_steps = False  # once it is known that every change of weights is announced
         self.reads_prompts = self.numbers_arrivals = False
+        self.weight_changes = 0  # announced so far
         self._screens_outdated = False
         self._heads: dict[tuple[int, int], HeadState | None] = {}
         self._extra_root: ExtraRoot | None = None
@@ -127,6 +129,7 @@ class Runtime:
         self._draft_processors: set[int] = set()
         self.prepares_drafts = False  # the draft model has a head of its own, prepared before memory is shared out
         self.draft_head: HeadState | None = None  # drafts are drawn from it; it may be a head of the target
+        self.draft_vocabulary: HotVocabulary | None = None  # None: all ids of the draft model are drafted
         self.draws_drafts = False  # graphs may read ``draft_head`` also when this has ended
         self._refused: list[str] = []  # why a head is left to SGLang
         self._ranks = RankSync()  # this process alone, until ``agree``
@@ -228,6 +231,7 @@ class Runtime:
 
     def weights_change(self) -> None:
         """Weights change, or may have changed: no screen serves until ``renew_screens``."""
+        self.weight_changes += 1
         for state in self._heads_and_drafts:
             state.weights_change()
             self._screens_outdated = self._screens_outdated or state.has_screen
@@ -287,8 +291,8 @@ class Runtime:
         """For ``/server_info``: whether the fused pass serves, else why not; per head its shape and dtype, the tuned
         table (None: built-in choices), its screen, how many CUDA graphs of a step it has, and the bytes that it takes
         beside the model and these graphs. draft_head: the same of the head that drafts are drawn from, one of ``heads``
-        or the draft model's. In a pipeline the first stage answers, with the last stage's state at its start. Values
-        are those of JSON."""
+        or the draft model's; draft_vocabulary: its ids that are drafted, None where all are. In a pipeline the first
+        stage answers, with the last stage's state at its start. Values are those of JSON."""
         reason = self.all_native_reason
         return {
             "active": reason is None,
@@ -297,6 +301,7 @@ class Runtime:
             "noise": NOISE_ABI,
             "heads": [state.status for state in self.heads] or self._statuses,
             "draft_head": None if self._drawing_head is None else self._drawing_head.status,
+            "draft_vocabulary": self.draft_vocabulary.status if self.draws_drafts and self.draft_vocabulary else None,
         }
 
     def prepare_model(self, model: torch.nn.Module, model_runner: Any = None) -> None:

@@ -90,15 +90,18 @@ def race_screen(head: LMHead, table: DispatchTable, screen: HeadScreen, stopwatc
 
 def _lack_of_memory(head: LMHead, rows: int, mode: ScreenMode) -> str | None:
     """Why a screen of ``head`` would take too much of the free memory; None where it would not."""
-    device = head.weight.device
+    return lack_of_memory(Screen.bytes_for(head, rows), head.weight.device, MEMORY_SHARES[mode])
+
+
+def lack_of_memory(needed: int, device: torch.device, share: float) -> str | None:
+    """Why ``needed`` bytes are more than this share of the device's free memory; None where they are not."""
     if device.type != "cuda":
         return None
     reserved = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     free = torch.cuda.mem_get_info(device)[0] + reserved
-    needed = Screen.bytes_for(head, rows)
-    if needed <= int(MEMORY_SHARES[mode] * free):
+    if needed <= int(share * free):
         return None
-    return f"it takes {needed:,} bytes, more than {100 * MEMORY_SHARES[mode]:.0f} % of the {free:,} free bytes"
+    return f"it takes {needed:,} bytes, more than {100 * share:.0f} % of the {free:,} free bytes"
 
 
 class HeadScreen:

@@ -5,13 +5,16 @@ from __future__ import annotations
 
 import functools
 import logging
+import re
 import types
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from head_states import Processor, dtype_on, is_serving, make_head, make_state, serve, weights
+from head_states import Processor, dtype_on, is_serving, make_head, make_state, serve, weights, write_unseen
 from lab import drafters
 from serving import INTERPRETED, needs_sglang, server_of
 from sglang_batches import VOCAB, CountingHead, make_samplers, request
@@ -19,12 +22,13 @@ from stats import coupled_acceptance
 from test_speculation import CHAIN, Original, verification
 
 from sgl_flashsample import sample_from_logits
-from sgl_flashsample.kernels.params import BatchParams
+from sgl_flashsample.hot_vocab import HotVocab
+from sgl_flashsample.kernels.params import BatchParams, LMHead
 from sgl_flashsample.kernels.workspace import ScreenCounter
 from sgl_flashsample.selfcheck import MAX_COMPILED_ROWS
 from sgl_flashsample.sglang import own_vocabulary
 from sgl_flashsample.sglang.batch import BATCH_ATTRIBUTE, SLOTS_ATTRIBUTE, batch_of
-from sgl_flashsample.sglang.drafts import DRAFTS_VARIABLE, DraftMode, Drafts, start
+from sgl_flashsample.sglang.drafts import DRAFT_VOCAB_VARIABLE, DRAFTS_VARIABLE, DraftMode, Drafts, start
 from sgl_flashsample.sglang.draw import launch
 from sgl_flashsample.sglang.head import HeadState
 from sgl_flashsample.sglang.hooks import StepHooks
@@ -507,9 +511,12 @@ def test_drafts_read_the_targets_screen_and_are_not_counted_there(one_rank, hidd
     assert head.state.screen.num_bytes == unpinned + drafted.workspace.num_bytes
 
 
+# A GEMM would move logits whose rows are too few: graphs read them where they were.
+resizes_nothing = pytest.mark.filterwarnings("error:An output with one or more elements was resized")
 OWN_IDS = torch.arange(VOCAB).reshape(-1, 3)[:, ::2].reshape(-1)  # two of three, so that groups are incomplete
 
 
+@resizes_nothing
 @pytest.mark.parametrize("told", [VOCAB, len(OWN_IDS)], ids=["a token map", "EAGLE3"])
 def test_a_draft_model_with_some_of_the_targets_ids_draws_with_the_noise_of_these(
     server, hidden, info_of, device, told, monkeypatch, caplog
@@ -536,10 +543,154 @@ def test_a_draft_model_with_some_of_the_targets_ids_draws_with_the_noise_of_thes
     assert drafting.computed == 0
 
 
+COUNTED = torch.arange(3, VOCAB, 8)  # ids that traffic has, fewer than are drafted
+HOT_IDS = torch.cat([COUNTED, torch.tensor([one for one in range(VOCAB) if one % 8 != 3][: 96 - len(COUNTED)])])
+
+
+def counts_file(folder: Path, ids: torch.Tensor = COUNTED, vocab: int = VOCAB) -> Path:
+    """Counts of traffic, the more of an id the larger it is."""
+    file = folder / "hot.json"
+    file.write_text(HotVocab.of_ids(np.bincount(ids, weights=1 + ids, minlength=vocab).astype(np.int64)).dumps())
+    return file
+
+
+@pytest.fixture
+def hot_file(tmp_path, monkeypatch) -> Path:
+    monkeypatch.setenv(DRAFT_VOCAB_VARIABLE, str(tmp_path / "hot.json"))
+    return counts_file(tmp_path)
+
+
+def only(ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+    """The logits with minus infinity at other ids."""
+    return torch.full_like(logits, -torch.inf).index_copy(1, ids, logits[:, ids])
+
+
+@resizes_nothing
+@pytest.mark.parametrize("drafting", [DraftMode.COUPLED, DraftMode.GREEDY])
+def test_a_hot_vocabulary_is_drafted_with_the_noise_of_its_ids_from_a_copy_of_their_rows(
+    server, head, hidden, info_of, device, hot_file, monkeypatch, caplog, drafting
+):
+    """15 % of the ids, in whole groups: those that were counted, and the lowest others."""
+    monkeypatch.setattr(own_vocabulary, "MAX_ROWS", 3)
+    with caplog.at_level(logging.INFO):
+        hot = server(mode=drafting)
+    hot.load(info_of([request(str(row), sampling_seed=row, **params) for row, params in enumerate(MIXED)]))
+    states = 0.3 * hidden(len(MIXED))
+    whole = only(HOT_IDS.to(device), head.logits(states))
+    want = drawn(whole, TEMPERATURES, list(range(len(MIXED))), [FIRST + 1] * len(MIXED))
+    if drafting is DraftMode.GREEDY:
+        want = whole.argmax(-1).tolist()
+    assert hot.decode(states).argmax(-1).tolist() == want and hot.computed == 0
+    assert (want != whole.argmax(-1).tolist()) == (drafting is DraftMode.COUPLED), "some rows are drawn"
+    assert whole.argmax(-1).tolist() != head.logits(states).argmax(-1).tolist(), "other ids are not drafted"
+    num_bytes = 96 * states.shape[1] * 4
+    words = f"the 96 most frequent ids of {hot_file} (100.0 % of its tokens, a copy of {num_bytes:,} bytes)"
+    assert f"through logits of {words}; they are {drafting.value}" in caplog.text
+    status = {"file": str(hot_file), "ids": 96, "covers": 1.0, "bytes": num_bytes}
+    assert hot.runtime.status["draft_vocabulary"] == status
+
+
+def test_a_hot_vocabulary_has_the_most_frequent_ids_and_says_what_they_cover(device, tmp_path):
+    """Of a quantised head, whose scales are copied too."""
+    weight = weights(device, dtype=torch.float32).to(torch.float8_e4m3fn)
+    scale = 1 + torch.rand(len(weight), generator=torch.Generator().manual_seed(3)).to(device)
+    lm_head = LMHead(weight, vocab_size=VOCAB, scale=scale, hidden_dtype=torch.float16)
+    ids = torch.arange(VOCAB)
+    vocabulary = own_vocabulary.HotVocabulary(lm_head, str(counts_file(tmp_path, ids)), 4)
+    vocabulary.follow(lm_head, 0)
+    hidden = torch.randn(4, weight.shape[1], generator=torch.Generator().manual_seed(4)).to(device, torch.float16)
+    logits = ((hidden.float() @ weight.float().T) * scale).half().float()[:, :VOCAB]
+    params = [torch.full((4,), value, device=device) for value in (1.0, 5, 6)]
+    want = drawn(only(ids[-96:].to(device), logits), [1.0] * 4, [5] * 4, [6] * 4)
+    assert vocabulary.draw(hidden, BatchParams(*params)).tolist() == want
+    assert vocabulary.status["covers"] == (1 + ids)[-96:].sum() / (1 + ids).sum()
+
+
+@pytest.mark.parametrize("drafting", [DraftMode.COUPLED, DraftMode.GREEDY])
+@pytest.mark.parametrize("own", [False, True], ids=["the target's head", "its own"])
+def test_the_copy_of_a_hot_vocabulary_follows_the_weight_in_its_place_once_the_change_is_over(
+    server, head, hidden, device, hot_file, own, drafting
+):
+    """Announced writes, that PyTorch does not count, and another tensor. Steps of the server write it, its graphs do
+    not: they only read where it is."""
+    state = make_state(device, seed=9, dtype=torch.float32) if own else head.state
+    hot = server(lm_head=state.lm_head, mode=drafting)
+    copy = hot.runtime.draft_vocabulary._weight
+    place, states = copy.data_ptr(), hidden(REQUESTS)
+
+    def step() -> None:
+        hot.load(None)
+        if settled:
+            version = copy._version
+            hot.load(None)
+            assert copy._version == version, "nothing has changed"
+            assert torch.equal(copy, state.lm_head.weight[HOT_IDS.sort().values])
+        drafts, version = hot.decode(states).argmax(-1), copy._version
+        want = only(HOT_IDS.to(device), states @ state.lm_head.weight[:VOCAB].T).argmax(-1)
+        assert torch.equal(drafts, want) == settled and copy._version == version
+
+    settled = True
+    step()
+    hot.runtime.weights_settled = settled = False
+    hot.runtime.weights_change()
+    write_unseen(state, weights(device, 10))
+    step()
+    hot.runtime.weights_settled = settled = True
+    step()
+    state.lm_head.weight = weights(device, 11, torch.float32)
+    step()
+    assert hot.runtime.draft_vocabulary._weight.data_ptr() == place
+
+
+UNUSED: dict[str, Callable[[Path, pytest.MonkeyPatch], object]] = {
+    "hot.json: No such file or directory": lambda file, patch: file.unlink(),
+    "hot.json: it is not JSON: ": lambda file, patch: file.write_text("ids"),
+    "hot.json: Expected `int` >= 1 - at `$.counted`": lambda file, patch: file.write_text(
+        re.sub('("counted"): .*,', r"\1: 0,", file.read_text())
+    ),
+    f"hot.json counts id {VOCAB}; expected ids from 0 to {VOCAB - 1}": lambda file, patch: counts_file(
+        file.parent, torch.arange(VOCAB + 1), VOCAB + 8
+    ),
+    "RuntimeError: it takes 9 bytes of 8": lambda file, patch: patch.setattr(
+        own_vocabulary, "lack_of_memory", lambda needed, device, share: "it takes 9 bytes of 8"
+    ),
+    "OutOfMemoryError: no room": lambda file, patch: patch.setattr(
+        own_vocabulary, "OwnIds", functools.partial(raise_error, torch.OutOfMemoryError("no room"))
+    ),
+}
+
+
+def raise_error(error: Exception, *args: Any, **kwargs: Any) -> None:
+    raise error
+
+
+@pytest.mark.parametrize("words", UNUSED)
+def test_counts_that_cannot_be_used_are_one_warning_and_the_whole_vocabulary_is_drafted(
+    server, head, hidden, hot_file, monkeypatch, caplog, words
+):
+    UNUSED[words](hot_file, monkeypatch)
+    whole, states = server(), hidden(REQUESTS)
+    whole.load(None)
+    assert torch.equal(whole.decode(states).argmax(-1), head.logits(states).argmax(-1)) and whole.computed == 0
+    (line,) = [record.message for record in caplog.records]
+    assert line.startswith("flashsample: drafts are of the whole vocabulary (FLASHSAMPLE_DRAFT_VOCAB): ")
+    assert words in line and whole.runtime.status["draft_vocabulary"] is None
+
+
+@pytest.mark.parametrize("drafting", [DraftMode.COUPLED, DraftMode.GREEDY])
+def test_a_draft_model_with_some_of_the_ids_keeps_them_and_the_log_says_so(server, device, hot_file, caplog, drafting):
+    ids = OWN_IDS.to(device)
+    lm_head = make_head(weights(device, seed=9, dtype=torch.float32)[ids])
+    kept = server(lm_head=lm_head, vocab_size=len(ids), hot_token_id=ids, mode=drafting)
+    (line,) = [record.message for record in caplog.records]
+    assert line == "flashsample: FLASHSAMPLE_DRAFT_VOCAB does nothing: the draft model has some of the ids"
+    assert kept.runtime.draws_drafts and kept.runtime.draft_vocabulary is None
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("kind", ["without a screen", "screened", "some of the target's ids"])
+@pytest.mark.parametrize("kind", ["without a screen", "screened", "some of the target's ids", "a hot vocabulary"])
 def test_a_captured_pass_draws_on_while_batches_grow_and_follows_the_loaded_parameters(
-    one_rank, hidden, info_of, device, server, kind
+    one_rank, hidden, info_of, device, server, kind, tmp_path, monkeypatch
 ):
     """100,000 replays, between which the target draws, from the same INT8 copy where there is one, and its workspace is
     replaced by larger ones."""
@@ -548,6 +699,8 @@ def test_a_captured_pass_draws_on_while_batches_grow_and_follows_the_loaded_para
         ids = OWN_IDS.to(device)
         weight = weights(device, seed=9, dtype=torch.float32)[ids]
         own = {"lm_head": make_head(weight), "vocab_size": len(ids), "hot_token_id": ids}
+    elif kind == "a hot vocabulary":
+        monkeypatch.setenv(DRAFT_VOCAB_VARIABLE, str(counts_file(tmp_path)))
     coupled, states = Server(head, **own), 0.3 * hidden(REQUESTS)
     assert (coupled.drafts._head.screen is not None) == (kind == "screened")
     batch = forward_batch("DECODE", torch.full((REQUESTS,), FIRST, device=device), REQUESTS)
@@ -765,6 +918,7 @@ SERVERS = {
     "eagle": ("EAGLE", "eagle", "coupled", "they are coupled"),
     "mtp": ("NEXTN", None, "coupled", "they are coupled"),
     "map": ("EAGLE", "eagle", "coupled", "they are coupled"),
+    "hot": ("EAGLE", "eagle", "coupled", "most frequent ids of"),
     "eagle3": ("EAGLE3", "eagle3", "coupled", "they are coupled"),
     "tree": ("EAGLE", "eagle", "coupled", "drawing a tree of drafts"),
 }
@@ -826,6 +980,9 @@ def test_a_servers_tokens_do_not_depend_on_its_drafts_and_coupled_ones_are_accep
         if name in SERVERS:
             algorithm, drafter, drafts, line = SERVERS[name]
             environment = {"FLASHSAMPLE_DRAFTS": drafts} | INTERPRETED
+            if name == "hot":
+                counted = torch.tensor([token for answer in answers["none"] for token in answer["output_ids"]])
+                environment[DRAFT_VOCAB_VARIABLE] = str(counts_file(tmp_path, counted, size.vocab_size))
             more = {"tree": TREE, "map": ["--speculative-token-map", str(tmp_path / "map.pt")]}.get(name, [])
             arguments += [*SPECULATING, *more, "--speculative-algorithm", algorithm]
             if drafter is not None:
@@ -854,3 +1011,4 @@ def test_a_servers_tokens_do_not_depend_on_its_drafts_and_coupled_ones_are_accep
     assert 0.05 < rates["stock"] < rates["coupled"] - 0.2 and 0.3 < rates["coupled"] < 0.95
     assert min(rates["eagle"], rates["mtp"]) > 0.8, "their hidden states are almost the target's"
     assert rates["map"] > 0.6, "an eighth of the ids is not drafted"
+    assert rates["hot"] > 0.6, "the ids of these answers are drafted"

@@ -616,7 +616,7 @@ def test_the_status_of_a_server_names_its_table_and_its_memory(starting, tuned_f
     state.update(4)
     status = starting.status
     assert json.loads(json.dumps(status)) == status
-    (head,), _ = status.pop("heads"), status.pop("draft_head")
+    (head,), *_ = (status.pop(name) for name in ("heads", "draft_head", "draft_vocabulary"))
     assert status == {"active": True, "reason": None, "version": __version__, "noise": NOISE_ABI}
     shape = {"vocab_size": 100, "ranks": 1, "hidden_size": 16, "dtype": "float32"}
     shape |= {"table": str(file), "screen": None, "screen_decision": None, "graphs": 0, "graph_bytes": 0}
