@@ -18,6 +18,7 @@ from sgl_flashsample.dispatch import DispatchTable, reading_table
 from sgl_flashsample.kernels.config import ReadConfig, TileConfig
 from sgl_flashsample.kernels.launch import Gpu
 from sgl_flashsample.kinds import BATCH_KINDS, KIND_NAMES, PLAIN, BatchKind, Config, SamplingPath, path_of
+from sgl_flashsample.tables.fingerprint import measured_sizes
 from sgl_flashsample.tables.lookup import Match, TableFile, Target, dispatch_of
 from sgl_flashsample.tables.schema import Confirmed, Device, HeadShape, Table
 
@@ -214,15 +215,44 @@ def test_a_head_with_2_bytes_per_element_is_modelled_where_nothing_was_measured(
     assert reading_table(traits).traits.gpu is None, "logits in memory have no fused path"
 
 
-def test_a_tuned_table_means_the_choices_that_it_was_measured_against_whatever_the_gpu():
-    device, shape = (
-        Device(name="A10", cc="8.6", sms=72, l2_mb=6, smem_optin=101_376),
-        HeadShape(vocab=VOCAB, hidden=HIDDEN, dtype="bf16"),
+def modelled_with(
+    confirmed: dict[str, list[int]], gpu: Gpu, name: str
+) -> tuple[DispatchTable, HeadTraits, Plan, Table]:
+    """The choices of a table with these confirmed sizes alone, on a GPU with a cost model; its traits and tuner."""
+    device = Device(
+        name=name, cc="{}.{}".format(*gpu.capability), sms=gpu.multiprocessors, l2_mb=40, smem_optin=101_376
     )
-    table = make_table(device, shape, entries=[], confirmed={"plain": Confirmed(rows=[96], us=[700.0])})
-    modelled = HeadTraits("sm80", 2, VOCAB, HIDDEN, gpu=Gpu((8, 9), 142, 2.52e9, 0.864e12))
-    assert isinstance(DispatchTable(modelled).lookup(96), TileConfig)
-    dispatch, warnings = dispatch_of(TableFile(table, "", "", Match.EXACT), Target(device, shape, {}), modelled)
-    by_tuner = Plan(device, shape, EFFORTS["quick"])
-    assert warnings == [] and dispatch.is_measured(96, PLAIN)
-    assert all(dispatch.lookup(rows, kind) == by_tuner.default(rows, kind) for rows in (64, 96, 200) for kind in KINDS)
+    shape = HeadShape(vocab=VOCAB, hidden=HIDDEN, dtype="bf16")
+    sizes = {kind: Confirmed(rows=rows, us=[700.0] * len(rows)) for kind, rows in confirmed.items()}
+    table = make_table(device, shape, entries=[], confirmed=sizes)
+    traits = HeadTraits("sm80", 2, VOCAB, HIDDEN).modelled_on(gpu)
+    dispatch, warnings = dispatch_of(TableFile(table, "", "", Match.EXACT), Target(device, shape, {}), traits)
+    assert warnings == [] and traits.gpu == gpu
+    return dispatch, traits, Plan(device, shape, EFFORTS["quick"]), table
+
+
+def test_the_confirmed_sizes_of_a_tuned_table_mean_the_choices_that_were_raced_whatever_the_gpu():
+    confirmed = {"plain": [64, 96], "edit": [64]}
+    dispatch, traits, by_tuner, table = modelled_with(confirmed, A10, "NVIDIA A10")
+    edit = BatchKind(edit=True)
+    # Sizes serve those down to half of them in their tile class.
+    measured = {(PLAIN, rows) for rows in range(33, 97)} | {(edit, rows) for rows in range(33, 65)}
+    assert {(kind, rows) for kind in (PLAIN, edit) for rows in range(1, 513) if dispatch.is_measured(rows, kind)} == (
+        measured
+    )
+    assert isinstance(default_config(traits, 64, edit), ReadConfig), "the cost model would take another path"
+    for kind, rows in measured:
+        assert dispatch.lookup(rows, kind) == by_tuner.default(rows, kind)
+    for one in measured_sizes(table, traits):
+        assert one.config == by_tuner.default(one.rows, one.kind) == dispatch.lookup(one.rows, one.kind)
+    # A refused choice gives way to the one of the cost model.
+    tile = dispatch.lookup(64, edit)
+    assert dispatch.without(tile, edit).lookup(64, edit) == default_config(traits, 64, edit)
+
+
+@pytest.mark.parametrize("gpu", [A100, Gpu((8, 9), 142, 2.52e9, 0.864e12)])
+def test_a_tuned_table_leaves_what_it_did_not_measure_to_the_cost_model(gpu):
+    dispatch, traits, _, _ = modelled_with({"plain": [16]}, gpu, "a GPU")
+    for kind in KINDS:
+        without = largest_fused(lambda rows, kind=kind: DispatchTable(traits).lookup(rows, kind))
+        assert largest_fused(lambda rows, kind=kind: dispatch.lookup(rows, kind)) == without
