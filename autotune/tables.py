@@ -22,6 +22,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table as Grid
 
+from ..cost_model import MULTIPLY_ADDS
 from ..defaults import MODELLED, family_of
 from ..dispatch import DENSE_ROWS, DispatchTable
 from ..exit_codes import FAILED, OK
@@ -293,17 +294,24 @@ def _target_named(name: str, head: HeadShape) -> Target:
     return Target(known, head, env)
 
 
+def _by_cost_model(target: Target) -> list[str]:
+    """A part of the reason for a built-in choice, where a server has a cost model of the GPU."""
+    cc = target.device.cc
+    capability, itemsize = tuple(map(int, cc.split("."))), ITEMSIZE[target.head.dtype]
+    if capability in MULTIPLY_ADDS and (family_of(cc), itemsize) in MODELLED:
+        return ["a server on this GPU takes the fused or the logits path by a cost model of its clocks"]
+    return []
+
+
 def _explained(
     table_file: TableFile | None, dispatch: DispatchTable | None, target: Target, rows: int, kind: BatchKind
 ) -> dict[str, Any]:
     """The choice for one batch, and why. dispatch: of the table; None without one and on a device without kernels."""
     answer: dict[str, Any] = {"kind": str(kind), "rows": rows, "size": None, "of": str(kind)}
+    by_cost = _by_cost_model(target)
     if table_file is None:
         config = builtin_config(target.device, target.head, rows, kind)
-        why = "the built-in choice, without a table"
-        if (family_of(target.device.cc), ITEMSIZE[target.head.dtype]) in MODELLED:
-            why += "; a server on this GPU takes the fused or the logits path by a cost model of its clocks"
-        return answer | _taken(config, why)
+        return answer | _taken(config, "; ".join(["the built-in choice, without a table", *by_cost]))
     if dispatch is None:
         return answer | _taken(None, f"no kernels for compute capability {target.device.cc}")
     choice = dispatch.choice(rows, kind)
@@ -323,7 +331,7 @@ def _explained(
         why = f"the built-in choice: no size from {rows} to {2 * rows} in its tile class (measured: {measured})"
         if isinstance(choice.config, ScreenConfig):
             why = f"the built-in choice, the screened path: the table has nothing of {served} for it"
-        return answer | _taken(choice.config, "; ".join([why, *reasons]))
+        return answer | _taken(choice.config, "; ".join([why, *by_cost, *reasons]))
     assert size is not None
     why = (
         "its own size"

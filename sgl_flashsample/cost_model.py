@@ -13,6 +13,7 @@ All shares are of the largest clocks that a driver names, which a GPU at its pow
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, NamedTuple
 
 from .kinds import BatchKind
@@ -36,9 +37,10 @@ LOADED_BYTES = {False: 30.0, True: 41.0}  # per multiprocessor and cycle, withou
 FULL_LOADS = 1024
 
 MOST_ROWS = 256  # the largest batch of which the fused pass was the fastest, on an H100 with most heads
-# The limit of another kind, as a part of ``FusedRows.reading``: limits of the measured built-in table over its plain
-# one. Per logit, a truncation or edits cost the fused pass about what they cost a reader, and registers besides.
-PARTS = {BatchKind(truncate=True): 1 / 2, BatchKind(edit=True): 1 / 2, BatchKind(truncate=True, edit=True): 1 / 4}
+# The limit of edited or truncated batches, as a part of ``FusedRows.reading`` with their own tiles. On an H200, the
+# measured built-in table ends them after 64 rows of 105, and both at once after 32 of 52. Per logit, a truncation or
+# edits cost the fused pass about what they cost a reader, and registers besides.
+PART = 2 / 3
 
 
 class FusedRows(NamedTuple):
@@ -48,13 +50,20 @@ class FusedRows(NamedTuple):
     plain: int
     reading: int
 
+    def of(self, kind: BatchKind) -> int:
+        """Rows of the largest batch of ``kind`` for which the fused pass is the faster path."""
+        return int(PART * self.reading) if kind.truncate or kind.edit else self.plain
 
-def fused_rows(gpu: Gpu, vocab_size: int, hidden_size: int, tile: TileConfig) -> FusedRows | None:
-    """The limits of batches with this tile, for a head with 2 bytes per element; None for a GPU that is not known, or
-    does not name its clocks."""
-    multiply_adds = MULTIPLY_ADDS.get(gpu.capability)
-    if multiply_adds is None or gpu.clock <= 0 or gpu.bandwidth <= 0:
-        return None
+
+def is_modelled(gpu: Gpu) -> bool:
+    """True for a GPU of a known kind that names its clocks."""
+    return gpu.capability in MULTIPLY_ADDS and gpu.clock > 0 and gpu.bandwidth > 0
+
+
+@functools.lru_cache(maxsize=1024)
+def fused_rows(gpu: Gpu, vocab_size: int, hidden_size: int, tile: TileConfig) -> FusedRows:
+    """The limits of batches with this tile, for a head with 2 bytes per element, on a GPU that ``is_modelled``."""
+    multiply_adds = MULTIPLY_ADDS[gpu.capability]
     bandwidth, cycles = MEMORY_EFFICIENCY * gpu.bandwidth, gpu.multiprocessors * gpu.clock
     tensor_cores = 2 * multiply_adds * (GEFORCE if gpu.is_geforce else 1.0) * cycles
     # A tile of R rows and C ids does 2 RC operations with each R + C elements of 2 bytes.
@@ -75,11 +84,3 @@ def fused_rows(gpu: Gpu, vocab_size: int, hidden_size: int, tile: TileConfig) ->
 
     slower = (rows for rows in range(1, MOST_ROWS + 1) if fused_seconds(rows) > gemm_seconds(rows))
     return FusedRows(next(slower, MOST_ROWS + 1) - 1, min(MOST_ROWS, int(read * fused / operations)))
-
-
-def largest_fused(kind: BatchKind, limits: FusedRows, block_b: int) -> int:
-    """The rows of the largest batch of ``kind`` that takes the fused pass: whole tiles, at least one. A tile takes as
-    long however many of its rows exist."""
-    part = PARTS.get(BatchKind(kind.truncate, kind.edit))
-    rows = limits.plain if part is None else int(limits.reading * part)
-    return block_b * max(1, rows // block_b)

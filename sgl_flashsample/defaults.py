@@ -16,7 +16,7 @@ import hashlib
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from .cost_model import MOST_ROWS, FusedRows, fused_rows, largest_fused
+from .cost_model import fused_rows, is_modelled
 from .files import read_plain
 from .kernels.config import (
     DEFAULT_TRUNCATION,
@@ -28,7 +28,7 @@ from .kernels.config import (
     TruncationConfig,
     next_power_of_2,
 )
-from .kinds import PLAIN, BatchKind, Config, SamplingPath
+from .kinds import BatchKind, Config, SamplingPath
 from .tables.schema import ITEMSIZE, MAX_BYTES, Entry, HeadShape, Table
 
 if TYPE_CHECKING:
@@ -54,8 +54,8 @@ class HeadTraits(NamedTuple):
     """The properties of a head and its device that the built-in choices depend on. family: of the device, or
     ``INTERPRETED``. has_gemm: a GEMM rounds logits as the head requires, and is fast: it takes several times as long
     where the number of logits in a row is no multiple of 8, and where the weight has to be converted first.
-    batch_invariant: every batch takes one configuration. fused_rows: limits of the fused path by the cost model; None
-    leaves them to the built-in table."""
+    batch_invariant: every batch takes one configuration. gpu: the one by whose cost model the fused path ends; None
+    leaves that to the built-in table."""
 
     family: str
     itemsize: int  # bytes per weight element
@@ -63,7 +63,7 @@ class HeadTraits(NamedTuple):
     hidden_size: int
     has_gemm: bool = True
     batch_invariant: bool = False
-    fused_rows: FusedRows | None = None
+    gpu: Gpu | None = None
 
     @classmethod
     def of(cls, head: LMHead) -> HeadTraits:
@@ -88,21 +88,14 @@ class HeadTraits(NamedTuple):
         return cls(family, ITEMSIZE[shape.dtype], shape.vocab, shape.hidden, not shape.is_quantised)
 
     def modelled_on(self, gpu: Gpu | None) -> HeadTraits:
-        """The same with the limits of the fused path that the cost model has for ``gpu``, where it has one."""
-        return self if gpu is None else _modelled(self, gpu)
+        """The same with the cost model of ``gpu``, where it has one."""
+        return self._replace(gpu=gpu) if gpu is not None and is_modelled(gpu) else self
 
     @property
     def unmodelled(self) -> HeadTraits:
         """The same without a cost model. Built-in choices that a tuned table was measured against, and refers to, are
         those of its family alone: the tuner, which may run elsewhere, and a server mean the same ones."""
-        return self._replace(fused_rows=None)
-
-
-@functools.lru_cache(maxsize=1024)
-def _modelled(traits: HeadTraits, gpu: Gpu) -> HeadTraits:
-    tile = _serving_on(traits, SamplingPath.FUSED, MOST_ROWS, PLAIN).configuration
-    assert isinstance(tile, TileConfig)
-    return traits._replace(fused_rows=fused_rows(gpu, traits.vocab_size, traits.hidden_size, tile))
+        return self._replace(gpu=None)
 
 
 def evidence_of(traits: HeadTraits, device_name: str) -> str:
@@ -111,7 +104,7 @@ def evidence_of(traits: HeadTraits, device_name: str) -> str:
     if traits.family == INTERPRETED:
         return ""
     if (traits.family, traits.itemsize) != MEASURED:
-        by_cost = traits.fused_rows is not None and traits.has_gemm
+        by_cost = traits.gpu is not None and traits.has_gemm
         path = "; the path of a batch by a cost model of bandwidth and multiprocessors" if by_cost else ""
         return f"compiled for GPUs of this kind, measured on none{path}"
     there = any(name in device_name for name in MEASURED_ON)
@@ -177,8 +170,8 @@ def default_config(traits: HeadTraits, num_rows: int, kind: BatchKind) -> Config
             path = SamplingPath.LOGITS
         return _interpreted(traits, path, num_rows)
     entry = _serving(traits, num_rows, kind)
-    if traits.fused_rows is not None and entry.path != SamplingPath.SCREENED:
-        entry = _serving_by_cost(traits, traits.fused_rows, num_rows, kind)
+    if traits.gpu is not None and entry.path != SamplingPath.SCREENED:
+        entry = _serving_by_cost(traits, traits.gpu, num_rows, kind)
     if entry.path == SamplingPath.LOGITS and not traits.has_gemm:
         return default_config_on(traits, SamplingPath.FUSED, num_rows, kind)
     return entry.configuration
@@ -203,10 +196,15 @@ def on_request_configs(traits: HeadTraits, num_rows: int, kind: BatchKind) -> li
     return [entry.configuration for entry in entries if entry.on_request]
 
 
-def _serving_by_cost(traits: HeadTraits, limits: FusedRows, num_rows: int, kind: BatchKind) -> Entry:
-    """The entry on the path that the cost model takes for the fastest."""
-    fused = _serving_on(traits, SamplingPath.FUSED, num_rows, kind)
-    if num_rows <= largest_fused(kind, limits, fused.configuration.block_b):
+def _serving_by_cost(traits: HeadTraits, gpu: Gpu, num_rows: int, kind: BatchKind) -> Entry:
+    """The entry on the path that the cost model takes for the fastest: the fused one for whole tiles up to their limit,
+    as a tile takes as long however many of its rows exist, and for one tile of the smallest size whatever its limit.
+    """
+    first, fused = (_serving_on(traits, SamplingPath.FUSED, rows, kind) for rows in (1, num_rows))
+    tile = fused.configuration
+    assert isinstance(tile, TileConfig)
+    limit = fused_rows(gpu, traits.vocab_size, traits.hidden_size, tile).of(kind)
+    if num_rows <= max(first.configuration.block_b, limit // tile.block_b * tile.block_b):
         return fused
     return _serving_on(traits, SamplingPath.LOGITS, num_rows, kind)
 

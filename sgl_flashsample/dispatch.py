@@ -182,7 +182,7 @@ def default_table(head: LMHead) -> DispatchTable:
 @functools.lru_cache(maxsize=256)
 def reading_table(traits: HeadTraits) -> DispatchTable:
     """The choices of ``api.sample_from_logits``: for each kind and size, the built-in one for logits in memory."""
-    traits = traits._replace(hidden_size=0, has_gemm=True)
+    traits = traits.unmodelled._replace(hidden_size=0, has_gemm=True)
     sizes = range(1, DENSE_ROWS + 1)
     kinds = [kind for kind in BATCH_KINDS if not kind.screen]
     chosen = {

@@ -419,7 +419,8 @@ class Head:
         """Make scratch for ``draw_from_logits`` of up to ``max_rows`` rows of a vocabulary of ``vocab_size`` ids, with
         any logprobs."""
         lm_head = self.lm_head
-        traits = HeadTraits.of(lm_head)._replace(vocab_size=vocab_size, itemsize=lm_head.rounding.itemsize)
+        traits = HeadTraits.of(lm_head).unmodelled
+        traits = traits._replace(vocab_size=vocab_size, itemsize=lm_head.rounding.itemsize)
         self._rows_scratch = LogprobScratch.for_rows(max_rows, traits, lm_head.weight.device, self._searched)
 
     def replace(self, lm_head: LMHead) -> None:

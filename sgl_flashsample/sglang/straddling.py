@@ -86,7 +86,8 @@ class Straddling:
         """Make scratch for ``max_rows`` rows. CUDA graphs that were captured with the scratch so far must not be
         replayed after that."""
         weight, dtype = self.whole_groups.weight, gemm_dtype(self.whole_groups)
-        traits = HeadTraits.of(self.whole_groups)._replace(vocab_size=GROUP_SIZE, itemsize=dtype.itemsize)
+        traits = HeadTraits.of(self.whole_groups).unmodelled
+        traits = traits._replace(vocab_size=GROUP_SIZE, itemsize=dtype.itemsize)
         readers = LogprobScratch.for_rows(max_rows, traits, weight.device)
         logits = torch.zeros(2, max_rows, GROUP_SIZE, dtype=dtype, device=weight.device)
         lists = torch.empty(max_rows * 2 * MAX_TOP_LOGPROBS, dtype=torch.int32, device=weight.device)

@@ -77,14 +77,15 @@ class Measured(NamedTuple):
 
 
 def measured_sizes(table: Table, traits: HeadTraits) -> Iterator[Measured]:
-    """Every size that ``table`` has decided. traits: of its head, for the built-in choices."""
+    """Every size that ``table`` has decided. traits: of its head, for the built-in choices, which are those without a
+    cost model."""
     for entry in table.entries:
         yield Measured(KIND_NAMES[entry.kind], entry.rows, entry.configuration, entry.code)
     for name, confirmed in table.confirmed.items():
         kind = KIND_NAMES[name]
         codes = confirmed.code or [""] * len(confirmed.rows)
         for rows, code in zip(confirmed.rows, codes, strict=True):
-            yield Measured(kind, rows, default_config(traits, rows, kind), code)
+            yield Measured(kind, rows, default_config(traits.unmodelled, rows, kind), code)
 
 
 def _as_measured(table: Table, head: LMHead, traits: HeadTraits) -> bool:

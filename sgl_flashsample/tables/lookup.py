@@ -468,7 +468,6 @@ def gemm_as_measured(table: Table, traits: HeadTraits) -> bool:
 
 def dispatch_of(table_file: TableFile, target: Target, traits: HeadTraits) -> tuple[DispatchTable, list[str]]:
     """The choices of a tuned table, and a warning for each reason why a part of it is unused or may be slow."""
-    traits = traits.unmodelled
     warnings = list(slower_than_measured(table_file))
     shipped = table_file.source == SHIPPED_SOURCE
     tuned: dict[BatchKind, dict[int, Config]] = {}
@@ -476,7 +475,8 @@ def dispatch_of(table_file: TableFile, target: Target, traits: HeadTraits) -> tu
     flashinfer: set[int] = set()
     unusable = unusable_sizes(table_file.table, target)
     slow_gemm = not gemm_as_measured(table_file.table, traits)
-    measured_traits = traits._replace(has_gemm=traits.has_gemm or slow_gemm)
+    raced = traits.unmodelled  # a confirmed size means the choice that the tuner raced, whatever the cost model says
+    measured_traits = raced._replace(has_gemm=traits.has_gemm or slow_gemm)
     left_out: list[str] = []
     for kind in BATCH_KINDS:
         sizes = table_file.table.sizes(str(kind))
@@ -490,7 +490,11 @@ def dispatch_of(table_file: TableFile, target: Target, traits: HeadTraits) -> tu
             if slow_gemm and isinstance(config, ReadConfig):
                 left_out.append(f"{kind} {size}")
                 continue
-            if entry is not None:
+            if entry is None:
+                chosen = {rows: default_config(raced, rows, kind) for rows in rows_of_size}
+                chosen = {rows: one for rows, one in chosen.items() if one != default_config(traits, rows, kind)}
+                tuned.setdefault(kind, {}).update(chosen)
+            else:
                 tuned.setdefault(kind, {}).update(dict.fromkeys(rows_of_size, entry.configuration))
                 if entry.flashinfer and kind == BatchKind(truncate=True) and not slow_gemm:
                     flashinfer.update(rows_of_size)

@@ -16,6 +16,7 @@ import pytest
 from tuned_tables import CODE, H200, HEAD, make_entry, make_table
 
 import sgl_flashsample
+from sgl_flashsample.autotune import tables
 from sgl_flashsample.autotune.decisions import decisions
 from sgl_flashsample.autotune.labels import key_of
 from sgl_flashsample.autotune.staleness import Compilers
@@ -318,6 +319,23 @@ def test_explain_names_what_the_dispatcher_takes(command, tmp_path, table):
 
 
 RACES = "races a screen at its start, for {}, and uses it where it is faster; for which batches is not known before"
+
+
+@pytest.mark.parametrize(
+    "cc, modelled", [("8.6", True), ("8.7", False), ("11.0", False), ("12.0", True), ("12.1", False)]
+)
+def test_explain_names_the_cost_model_of_a_gpu_that_has_one_with_and_without_a_table(
+    command, tmp_path, monkeypatch, cc, modelled
+):
+    device = msgspec.structs.replace(H200, name="a GPU", cc=cc)
+    monkeypatch.setattr(tables, "known_device", lambda name: device)
+    ask = ("--batch", 16, "--kind", "plain", "--json")
+    answers = [command("explain", *ask, "--device", "a GPU", "--vocab", 128_256, "--hidden", 4096)]
+    answers.append(
+        command("explain", put(tmp_path / "table", make_table(device, HEAD, entries=[], confirmed={})), *ask)
+    )
+    for _, out, _ in answers:
+        assert ("by a cost model of its clocks" in json.loads(out)["batches"][0]["why"]) is modelled
 
 
 def test_explain_finds_the_table_that_a_server_would(command, tmp_path, monkeypatch):

@@ -19,10 +19,10 @@ from kernel_cases import take
 from tuned_tables import CODE, CPU, H200, HEAD, make_entry, make_table, table_for_this_machine
 
 from sgl_flashsample import Head, LMHead, defaults
-from sgl_flashsample.cost_model import FusedRows
 from sgl_flashsample.defaults import HeadTraits, evidence_of
 from sgl_flashsample.dispatch import DispatchTable, default_table
 from sgl_flashsample.kernels.config import ReadConfig, ScreenConfig, TileConfig
+from sgl_flashsample.kernels.launch import Gpu
 from sgl_flashsample.kinds import KIND_NAMES, PLAIN
 from sgl_flashsample.paths import Parts
 from sgl_flashsample.tables import fingerprint, lookup
@@ -583,7 +583,7 @@ def test_a_simulated_table_is_found_in_no_folder_and_under_no_name(folders):
         (HeadTraits("sm90", 4, 640, 64), "NVIDIA H200", "compiled for GPUs of this kind, measured on none"),
         (HeadTraits("sm100", 2, 640, 64), "NVIDIA B200", "compiled for GPUs of this kind, measured on none"),
         (
-            HeadTraits("sm100", 2, 640, 64, fused_rows=FusedRows(90, 80)),
+            HeadTraits("sm100", 2, 640, 64, gpu=Gpu((10, 0), 148, 1.965e9, 8.0e12)),
             "NVIDIA B200",
             "compiled for GPUs of this kind, measured on none; the path of a batch by a cost model of bandwidth and "
             "multiprocessors",
