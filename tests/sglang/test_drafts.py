@@ -591,7 +591,7 @@ def test_a_hot_vocabulary_is_drafted_with_the_noise_of_its_ids_from_a_copy_of_th
 
 
 def test_a_hot_vocabulary_has_the_most_frequent_ids_and_says_what_they_cover(device, tmp_path):
-    """Of a quantised head, whose scales are copied too."""
+    """A quantised head has its scales copied too."""
     weight = weights(device, dtype=torch.float32).to(torch.float8_e4m3fn)
     scale = 1 + torch.rand(len(weight), generator=torch.Generator().manual_seed(3)).to(device)
     lm_head = LMHead(weight, vocab_size=VOCAB, scale=scale, hidden_dtype=torch.float16)
