@@ -75,8 +75,9 @@ class Effort:
     baselines: bool
 
 
-# `quick` has no proposals: on three heads they found nothing better than the seeds in whose place they were tried. The
-# share of `full` is three trials of a screened study; other studies run out of seeds, and propose more.
+# The sampler has no share of `quick`: with a third of the trials of a study of plain batches it found nothing better,
+# on three heads, than the seeds in whose place they were. Its share of `full` is three trials of a screened study.
+# Studies that run out of seeds propose more.
 EFFORTS = {
     "quick": Effort("quick", 53.0, 0.42, 6, 0.0, 2, Policy(least=5, step=3, most=14), False, False),
     "full": Effort("full", 285.0, 0.8, 72, 1 / 12, 3, Policy(), True, True),

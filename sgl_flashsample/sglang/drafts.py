@@ -180,7 +180,8 @@ class Drafts:
         if runtime.draft_vocabulary is None or not runtime.weights_settled:
             return
         assert state is not None
-        state.update(1)
+        if not state.is_current():
+            state.update(1)
         runtime.draft_vocabulary.follow(state.head.lm_head, runtime.weight_changes)
 
     def _rows_of(self, batch: Any) -> Batch | None:
