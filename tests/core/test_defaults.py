@@ -24,7 +24,7 @@ from sgl_flashsample.defaults import (
     family_of_device,
     truncation_config,
 )
-from sgl_flashsample.kernels.config import ReadConfig, ScreenConfig, TileConfig
+from sgl_flashsample.kernels.config import ReadConfig, ScreenConfig, TileConfig, TruncationConfig
 from sgl_flashsample.kernels.launch import Gpu
 from sgl_flashsample.kinds import BATCH_KINDS, CONFIGS, KIND_NAMES, PLAIN, Config, SamplingPath, path_of
 from sgl_flashsample.tables.lookup import load_table, unsupported_config
@@ -106,7 +106,7 @@ def test_the_digest_changes_with_every_choice(builtin_files, place):
 
     def change(line: str) -> str:
         if place == "truncation":
-            return line.replace('"itemsize"', '"truncation": {"window": 16}, "itemsize"')
+            return line.replace('"truncation": {', '"truncation": {"window": 16, ')
         if '"kind": "truncate", "rows": 32, "path": "fused"' not in line:
             return line
         entry = json.loads(line.strip().rstrip(","))
@@ -220,7 +220,8 @@ def test_interpreted_choices_are_few_programs_within_the_interpreters_block_limi
 
 
 def test_truncated_rows_of_one_head_are_drawn_alike_whatever_the_batch():
-    assert truncation_config("sm90", 2, 151_936) == truncation_config("sm100", 4, 32_000)
+    assert truncation_config("sm90", 2, 151_936) == TruncationConfig(splits=4, num_warps=16), "what the file names"
+    assert truncation_config("sm100", 4, 32_000) == TruncationConfig(), "a file that names nothing"
     assert truncation_config("sm80", 2, 151_936).gather == 16, "of a small shared memory"
     assert [truncation_config(INTERPRETED, 4, vocab).block for vocab in (1, 600, 10**6)] == [16, 1024, 2**16]
 
