@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import json
 import math
+import statistics
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,7 @@ SUMMARY_SAMPLINGS = ("t1", "trunc", "greedy")
 STOCK, FLASHSAMPLE = "stock", "flashsample"
 STANDING = 64  # rows of a batch that stays, beside traffic
 TRAFFIC = (16, 64, 256)  # clients
+PAYS = 0.01  # mean gain of a table from which tuning pays
 TABLE_EFFORTS = ("quick", "full")
 SCREEN = "+screen"  # the end of the kinds of a tuned table that have a screen; the others in words:
 KINDS = {
@@ -51,6 +53,13 @@ KINDS = {
     "edit+truncate": "both",
 }
 SHORT = {"trunc": "top-k, top-p", "k50p90": "top-k, top-p", "t1": "temperature 1", "greedy": "greedy"}
+OF_OURS, AS_SERVED = "ours-", "served"  # of the race against rivals: names of our paths begin so; the server's choice
+RACED_PATHS = {
+    "ours-fused": "fused pass",
+    "ours-picked": "without a screen or a table",
+    "ours-screened": "with a screen",
+    AS_SERVED: "as served",
+}
 Row = dict[str, Any]
 Table = tuple[list[str], list[list[str]]]  # the head and the lines
 
@@ -483,23 +492,66 @@ def _kernels_lost(folder: Path) -> str:
     )
 
 
+def rivals(folder: Path) -> Table | None:
+    """Our paths over the fastest rival of each cell: the median of the cells of a mode, the smallest and the largest; and
+    the cells where a rival is faster than the path that a server takes."""
+    lines = []
+    for results in (Results(gpu, folder) for gpu in gpus(folder)):
+        cells: dict[tuple, dict[str, Row]] = collections.defaultdict(dict)
+        for row in results.rows("rivals"):
+            cells[row["mode"], row["D"], row["V"], row["B"]][row["path"]] = row
+        over: dict[str, dict[str, list[float]]] = {}
+        lost: dict[str, list[tuple[float, str]]] = collections.defaultdict(list)
+        for (mode, hidden, vocab, batch), of in cells.items():
+            others = [row for path, row in of.items() if not path.startswith(OF_OURS) and path not in (GEMM, READ)]
+            served = next((row for row in of.values() if row.get("picked")), None)
+            if not others or served is None:
+                continue
+            best = min(others, key=lambda row: row["us"])
+            for path, row in ((*of.items(), (AS_SERVED, served))):
+                if path.startswith(OF_OURS) or path == AS_SERVED:
+                    over.setdefault(mode, {}).setdefault(path, []).append(row["us"] / best["us"])
+            if served["us"] > best["us"]:
+                slower = served["us"] / best["us"]
+                lost[mode].append((slower, f"{best['path']}, {vocab}x{hidden}, {batch} rows, {slower:.3f}"))
+        for mode, paths in over.items():
+            words = [_span(paths[path]) if path in paths else "" for path in RACED_PATHS]
+            worst = f": {max(lost[mode])[1]}" if lost[mode] else ""
+            lines.append([f"{results.name}, {mode}", *words, f"{len(lost[mode])} of {len(paths[AS_SERVED])}{worst}"])
+    return (["time over the fastest rival's", *RACED_PATHS.values(), "a rival is faster in"], lines) if lines else None
+
+
+def _span(values: list[float]) -> str:
+    """The median, the smallest and the largest."""
+    return f"{statistics.median(values):.2f} ({min(values):.2f} to {max(values):.2f})"
+
+
 def tuned(folder: Path) -> str:
-    """The gains of a tuned table over the built-in choices, per head and kind, measured again in another process; then
-    its choices between the measured sizes."""
-    blocks = []
+    """The gains of tuned tables over the built-in choices, per kind and head, measured again in another process; then
+    their choices between the measured sizes."""
+    heads: dict[str, dict[str, list[float]]] = {}
+    words = []
     for results in (Results(gpu, folder) for gpu in gpus(folder)):
         for head, replayed in results.section("tuning", "replay").items():
+            name = f"{results.name}, {head}"
             over: dict[str, list[float]] = collections.defaultdict(list)
             for size in replayed["sizes"]:
                 over[size["kind"]].append(size["us"] / size["default_us"])
-            plain = [kind for kind in over if not kind.endswith(SCREEN)]
-            lines = [[KINDS.get(kind, kind), _gains(over[kind]), _gains(over.get(kind + SCREEN, []))] for kind in plain]
-            blocks.append(markdown(([f"{results.name}, {head}", "without a screen", "with a screen"], lines)))
+            heads[name] = over
             if (swept := results.section("tuning", "sweep").get(head)) is not None:
                 worst = max((race["off"] for race in swept["raced"] if race["slower"]), default=0.0)
-                words = f"its choices are slower in {swept['slower']} of {swept['places']} places"
-                blocks.append(f"Between the measured sizes {words}, by at most {100 * worst:.1f} %.")
-    return "\n\n".join(blocks) or NOT_MEASURED
+                slower = f"slower in {swept['slower']} of {swept['places']} places, by at most {100 * worst:.1f} %"
+                words.append(f"Between the measured sizes the choices of {name} are {slower}.")
+    if not heads:
+        return NOT_MEASURED
+    kinds = dict.fromkeys(kind for over in heads.values() for kind in over)
+    lines = [[_kind_words(kind), *(_gains(over.get(kind, [])) for over in heads.values())] for kind in kinds]
+    return "\n\n".join([markdown((["gain of a table", *heads], lines)), *words])
+
+
+def _kind_words(kind: str) -> str:
+    plain = kind.removesuffix(SCREEN)
+    return KINDS.get(plain, plain) + ", with a screen" * kind.endswith(SCREEN)
 
 
 def regret(folder: Path) -> Table | None:
@@ -513,9 +565,7 @@ def regret(folder: Path) -> Table | None:
                 if sizes:
                     mean = sum(max(0.0, size["off"]) for size in sizes) / len(sizes)
                     worst = max(sizes, key=lambda size: size["off"])
-                    kind = KINDS.get(worst["kind"].removesuffix(SCREEN), worst["kind"])
-                    screen = ", with a screen" if worst["kind"].endswith(SCREEN) else ""
-                    most = f"{100 * worst['off']:.1f} % ({kind}{screen}, {worst['batch']} rows)"
+                    most = f"{100 * worst['off']:.1f} % ({_kind_words(worst['kind'])}, {worst['batch']} rows)"
                     where = f"{results.name}, {head}, `{effort}`, commit {searched['commit'][:7]}"
                     lines.append([where, f"{100 * mean:.2f} %", most])
     sizes = "1, 8, 16, 48, 96 and 200 rows, screens up to 48, plain and truncated"
@@ -582,9 +632,14 @@ def answers(folder: Path) -> Table | None:
 
 
 def _gains(over: list[float]) -> str:
-    """The number of sizes with another choice than the built-in one, and the range of their times over its times."""
-    other = [f"{ratio:.3f}" for ratio in sorted(over) if ratio != 1.0]
-    return f"{len(other)} of {len(over)}" + (f": {' to '.join(dict.fromkeys((other[0], other[-1])))}" if other else "")
+    """The mean gain over the sizes of one kind, where tuning pays; the sizes with another choice than the built-in one,
+    and their largest gain."""
+    if not over:
+        return ""
+    mean, other = statistics.fmean(1 - ratio for ratio in over), sum(ratio != 1.0 for ratio in over)
+    most = f", at most {100 * (1 - min(over)):.1f} %" if other else ""
+    pays = "" if mean >= PAYS else ": does not pay"
+    return f"{100 * mean:.1f} % ({other} of {len(over)} sizes{most}){pays}"
 
 
 # --- conditions and age ---------------------------------------------------------------------------------------------
@@ -662,6 +717,7 @@ SECTIONS: dict[str, Callable[[Path], str]] = {
     "age": age,
     "standing-and-traffic": _table(standing_and_traffic),
     "losses": losses,
+    "rivals": _table(rivals),
     "tuned": tuned,
     "regret": _table(regret),
     "proposals": _table(proposals, "Regret without the proposals of Optuna, and with them: "),

@@ -1020,7 +1020,7 @@ def test_a_page_with_an_unknown_marker_and_a_result_of_a_dry_run_are_refused(loa
 
 def test_what_was_not_measured_is_said_and_drawn_by_nobody(load, tmp_path):
     sections = load("tables").SECTIONS
-    for name in ("eight", "conditions", "standing-and-traffic", "tuned", "summary-serve", "summary-kernels"):
+    for name in ("eight", "conditions", "standing-and-traffic", "rivals", "tuned", "summary-serve", "summary-kernels"):
         assert sections[name](tmp_path) == "Not measured."
     assert load("picture").pictures(tmp_path) == {} and load("rows").script(tmp_path) == "const FILES = [\n\n];\n"
     assert load("report").picture_of(ROOT / "README.md", tmp_path) == "Not measured."
@@ -1086,15 +1086,32 @@ def test_a_batch_that_stays_is_beside_traffic_of_the_same_model_and_sampling(loa
 def test_a_tuned_table_has_its_gains_per_kind_and_its_losses_between_sizes(load, tmp_path):
     sizes = [
         {"kind": kind, "rows": rows, "us": us, "default_us": 100.0}
-        for kind, rows, us in (("plain", 1, 100.0), ("plain", 2, 90.0), ("plain", 4, 95.0), ("plain+screen", 1, 80.0))
+        for kind, rows, us in (("plain", 1, 100.0), ("plain", 2, 90.0), ("plain", 4, 95.0), ("plain+screen", 1, 99.5))
     ]
     raced = [{"slower": True, "off": 0.012}, {"slower": False, "off": 0.5}]
     head = "151936x4096"
     sections = {"replay": {head: {"sizes": sizes}}, "sweep": {head: {"slower": 1, "places": 285, "raced": raced}}}
     write_results(tmp_path, "tuning", [], sections=sections)
     text = load("tables").SECTIONS["tuned"](tmp_path)
-    assert "| temperature | 2 of 3: 0.900 to 0.950 | 1 of 1: 0.800 |" in text
-    assert text.endswith("slower in 1 of 285 places, by at most 1.2 %.")
+    assert text.splitlines()[2:4] == [
+        "| temperature | 5.0 % (2 of 3 sizes, at most 10.0 %) |",
+        "| temperature, with a screen | 0.5 % (1 of 1 sizes, at most 0.5 %): does not pay |",
+    ]
+    assert text.endswith("of H200, 151936x4096 are slower in 1 of 285 places, by at most 1.2 %.")
+
+
+def test_our_paths_are_compared_with_the_fastest_rival_of_each_cell_and_lost_cells_are_named(load, tmp_path):
+    def cell(batch: int, **us: float) -> list[dict]:
+        of = {"mode": "plain", "D": 64, "V": 777, "B": batch, "run": 0}
+        names = {name: name.replace("_", "-") for name in us}
+        return [of | {"path": names[name], "us": us[name], "picked": name == "ours_screened"} for name in us]
+
+    rows = cell(1, gemm=50.0, read=40.0, ours_fused=90.0, ours_picked=90.0, ours_screened=60.0, vllm=120.0, torch=100.0)
+    rows += cell(16, gemm=50.0, read=40.0, ours_fused=200.0, ours_screened=102.0, vllm=100.0, torch=110.0)
+    write_results(tmp_path, "rivals", rows)
+    line = load("tables").SECTIONS["rivals"](tmp_path).splitlines()[-1]
+    ours = "1.45 (0.90 to 2.00) | 0.90 (0.90 to 0.90) | 0.81 (0.60 to 1.02) | 0.81 (0.60 to 1.02)"
+    assert line == f"| H200, plain | {ours} | 1 of 2: vllm, 777x64, 16 rows, 1.020 |"
 
 
 def test_searches_with_and_without_proposals_are_compared_by_head_and_effort(load, tmp_path):
