@@ -190,4 +190,4 @@ def traits_of(device: Device, head: HeadShape) -> HeadTraits | None:
 def same_defaults(table: Table) -> bool:
     device, head = device_and_head(table)
     family = family_of(device.cc)
-    return family is not None and table.defaults == defaults_digest(family, ITEMSIZE[head.dtype])
+    return family is not None and table.defaults == defaults_digest(family, ITEMSIZE[head.dtype], head.hidden)

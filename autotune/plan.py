@@ -139,7 +139,7 @@ class Plan:
 
     @property
     def defaults_digest(self) -> str:
-        return defaults_digest(self.family, self.itemsize)
+        return defaults_digest(self.family, self.itemsize, self.head.hidden)
 
     @functools.cached_property
     def limits(self) -> Limits:

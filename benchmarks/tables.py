@@ -508,7 +508,7 @@ def rivals(folder: Path) -> Table | None:
             if not others or served is None:
                 continue
             best = min(others, key=lambda row: row["us"])
-            for path, row in ((*of.items(), (AS_SERVED, served))):
+            for path, row in (*of.items(), (AS_SERVED, served)):
                 if path.startswith(OF_OURS) or path == AS_SERVED:
                     over.setdefault(mode, {}).setdefault(path, []).append(row["us"] / best["us"])
             if served["us"] > best["us"]:

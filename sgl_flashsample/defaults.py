@@ -148,10 +148,15 @@ def builtin_table(family: str, itemsize: int) -> Table:
 
 
 @functools.cache
-def defaults_digest(family: str, itemsize: int) -> str:
-    """Changes with every built-in choice of the family: what a tuned table was measured against."""
+def defaults_digest(family: str, itemsize: int, hidden_size: int) -> str:
+    """Changes with every built-in choice for heads of this width: what a tuned table was measured against."""
     table = builtin_table(family, itemsize)
-    lines = sorted(repr((e.kind, e.rows, e.configuration, e.on_request, e.min_hidden)) for e in table.entries)
+    lines = [
+        repr((kind, str(path), entry.rows, entry.configuration, entry.on_request))
+        for kind in sorted({entry.kind for entry in table.entries})
+        for path in (None, *SamplingPath)
+        for entry in _entries(table, hidden_size, kind, path)
+    ]
     text = "\n".join([*lines, repr(sorted(table.truncation.items()))])
     return f"sha256:{hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
@@ -217,19 +222,22 @@ def _serving_on(traits: HeadTraits, path: SamplingPath, num_rows: int, kind: Bat
 def _serving(traits: HeadTraits, num_rows: int, kind: BatchKind, path: SamplingPath | None = None) -> Entry:
     """The entry of the smallest size that is not smaller, of this kind or of its fallback; else the last one. path:
     None for the fastest one."""
-    name = str(kind)
-    entries = [
-        entry
-        for entry in builtin_table(traits.family, traits.itemsize).entries
-        if entry.kind == name
-        and (not entry.on_request if path is None else entry.path == path)
-        and traits.hidden_size >= entry.min_hidden
-    ]
-    entries.sort(key=lambda entry: (entry.rows, -entry.min_hidden))
+    entries = _entries(builtin_table(traits.family, traits.itemsize), traits.hidden_size, str(kind), path)
     fallback = kind.fallback if path is not SamplingPath.SCREENED else None
     if fallback is not None and (not entries or entries[-1].rows < num_rows):
         return _serving(traits, num_rows, fallback, path)
     return next((entry for entry in entries if entry.rows >= num_rows), entries[-1])
+
+
+def _entries(table: Table, hidden_size: int, kind: str, path: SamplingPath | None) -> list[Entry]:
+    """Those of a kind for heads of this width, by their sizes; of two for one size that for the wider heads. path: None
+    for those that no caller has to ask for."""
+    by_rows: dict[int, Entry] = {}
+    for entry in sorted(table.entries, key=lambda entry: -entry.min_hidden):
+        of_path = not entry.on_request if path is None else entry.path == path
+        if entry.kind == kind and of_path and entry.min_hidden <= hidden_size:
+            by_rows.setdefault(entry.rows, entry)
+    return [by_rows[rows] for rows in sorted(by_rows)]
 
 
 def truncation_config(family: str, itemsize: int, vocab_size: int) -> TruncationConfig:

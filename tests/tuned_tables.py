@@ -47,7 +47,7 @@ def make_table(device: Device = H200, head: HeadShape = HEAD, **changes: object)
         device=device,
         head=head,
         effort="full",
-        defaults=defaults_digest(family, ITEMSIZE[head.dtype]) if family else "",
+        defaults=defaults_digest(family, ITEMSIZE[head.dtype], head.hidden) if family else "",
         tool={"sgl_flashsample": "0.1.0", "noise": 2},
         env={"triton": "3.6.0", "torch": "2.11.0", "cuda": "13.0", "driver": "580.82.07"},
         measure={"mode": "cuda_graph", "weights": "cold", "rounds": 15, "profiles": ["peaked", "flat"]},

@@ -202,7 +202,8 @@ def known_stale(table: Table) -> list[str]:
     family, stale = family_of(table.device.cc), []
     if family and not table.has_code:
         stale.append("it does not say with which machine code it was measured")
-    if table.defaults and family and table.defaults != defaults_digest(family, ITEMSIZE[table.head.dtype]):
+    head = ITEMSIZE[table.head.dtype], table.head.hidden
+    if table.defaults and family and table.defaults != defaults_digest(family, *head):
         stale.append("the built-in choices have changed since")
     return stale
 

@@ -102,7 +102,7 @@ def test_an_entry_for_wide_heads_alone_is_nothing_to_the_others(builtin_files):
 
 @pytest.mark.parametrize("place", ["kind", "rows", "path", "config", "on_request", "min_hidden", "truncation"])
 def test_the_digest_changes_with_every_choice(builtin_files, place):
-    before = {one: defaults_digest(*one) for one in TABLES}
+    before = {one: defaults_digest(*one, 4096) for one in TABLES}
 
     def change(line: str) -> str:
         if place == "truncation":
@@ -115,13 +115,23 @@ def test_the_digest_changes_with_every_choice(builtin_files, place):
             "rows": {"rows": 31},
             "path": {"path": "logits", "config": {"block_b": 1, "block_v": 64, "num_warps": 1}},
             "config": {"config": entry["config"] | {"rows_first": True}},
-        }.get(place, {place: 1 if place == "min_hidden" else True})
+        }.get(place, {place: 4097 if place == "min_hidden" else True})
         return f"  {json.dumps(entry)},"
 
     builtin_files("builtin-sm90-2byte.json", lambda line: line.replace('"builtin"', ' "effort": "x", "builtin"'))
-    assert {one: defaults_digest(*one) for one in TABLES} == before, "no choice"
+    assert {one: defaults_digest(*one, 4096) for one in TABLES} == before, "no choice"
     builtin_files("builtin-sm90-2byte.json", change)
-    assert {one for one in TABLES if defaults_digest(*one) != before[one]} == {("sm90", 2)}
+    assert {one for one in TABLES if defaults_digest(*one, 4096) != before[one]} == {("sm90", 2)}
+
+
+def test_a_choice_for_wide_heads_changes_no_digest_of_the_others(builtin_files):
+    entry = {"kind": "truncate", "rows": 32, "path": "fused", "min_hidden": 2048}
+    entry["config"] = {"block_b": 32, "block_v": 64, "block_d": 64, "num_warps": 4, "stages": 3}
+    before = {hidden: defaults_digest("sm90", 2, hidden) for hidden in (2047, 2048, 8192)}
+    builtin_files("builtin-sm90-2byte.json", lambda line: line.replace('s": [', f's": [{json.dumps(entry)},'))
+    changed = [hidden for hidden in before if defaults_digest("sm90", 2, hidden) != before[hidden]]
+    assert changed == [2048, 8192]
+    assert default_config(traits(hidden=2048), 32, KIND_NAMES["truncate"]).block_d == 64
 
 
 def test_an_entry_serves_up_to_its_size_and_the_last_one_all_larger_batches():
