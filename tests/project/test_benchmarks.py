@@ -32,6 +32,7 @@ from serving import make_server, needs_sglang
 from sgl_flashsample import LMHead
 from sgl_flashsample.autotune import timing
 from sgl_flashsample.autotune.workload import make_weight, quantize_rows
+from sgl_flashsample.hot_vocab import HotVocab
 from sgl_flashsample.tools.server import free_port
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -465,16 +466,17 @@ def test_a_trace_says_which_operations_take_logits(load):
 CHAIN = {"stock": (1, 7, False), "greedy": (1, 7, False)}
 REJECTION, TREE, COUPLED = {"rejection": (1, 7, True)}, {"tree": (4, 5, False)}, {"coupled": (1, 7, False)}
 MAPPED = {"map": (1, 7, False), "mapped": (1, 7, False)}
+HOT = {"hot": (1, 7, False)}
 
 
 @needs_sglang
 @pytest.mark.parametrize(
     ("algorithm", "expected"),
     [
-        ("EAGLE", CHAIN | REJECTION | TREE | COUPLED | MAPPED),
-        ("NEXTN", CHAIN | REJECTION | TREE | COUPLED | MAPPED),
+        ("EAGLE", CHAIN | REJECTION | TREE | COUPLED | MAPPED | HOT),
+        ("NEXTN", CHAIN | REJECTION | TREE | COUPLED | MAPPED | HOT),
         ("EAGLE3", CHAIN | REJECTION | TREE | COUPLED),
-        ("STANDALONE", CHAIN | TREE | COUPLED),
+        ("STANDALONE", CHAIN | TREE | COUPLED | HOT),
         ("NGRAM", dict.fromkeys(CHAIN, (None, None, False))),
     ],
 )
@@ -490,12 +492,40 @@ def test_speculation_is_raced_against_each_mode_of_stock_that_the_algorithm_has(
     ServerArgs.add_cli_args(parser)
     run, found = speculation.Run(options, None, "tiny", algorithm, 8, 0.6), {}
     for name in run.backends:
-        command = " ".join(run._server(name)._arguments).replace("--sampling-backend flashsample", "")
+        server = run._server(name)
+        command = " ".join(server._arguments).replace("--sampling-backend flashsample", "")
         given = parser.parse_args(["--model-path", "x", *command.split()])
         width, steps = given.speculative_eagle_topk, given.speculative_num_steps
         found[name] = (width, steps, given.speculative_use_rejection_sampling)
         assert (given.speculative_token_map is not None) == (name in MAPPED)
+        assert (server.environment.get("FLASHSAMPLE_DRAFT_VOCAB") == str(run._counts)) == (name in HOT)
+        assert (server.environment.get("FLASHSAMPLE_DRAFTS") == "coupled") == (name in ("coupled", "mapped", "hot"))
     assert found == expected
+
+
+@pytest.mark.parametrize(
+    ("backend", "said", "measured"),
+    [
+        ("coupled", "without logits; they are coupled: drawn at", True),
+        ("coupled", "without logits; they are greedy: FLASHSAMPLE_DRAFTS says so", False),
+        ("hot", "through logits of the 160 most frequent ids of hot.json; they are coupled: drawn at", True),
+        ("hot", "through logits of the 160 most frequent ids of hot.json; they are greedy: why", False),
+        ("hot", "without logits; they are coupled: drawn at", False),
+        ("stock", "", True),
+    ],
+)
+def test_a_server_whose_drafts_are_others_is_not_measured(load, monkeypatch, tmp_path, backend, said, measured):
+    speculation = load("speculation")
+    server = load("serve").PretendedServer(tmp_path / "log", 100)
+    server.log_lines = lambda marker: [f"flashsample: drafts come from hidden states, {said}"] if said else []
+    names = {"backends": [backend], "only": [], "batches": [1], "temperatures": [1.0], "tokens": 32, "logs": tmp_path}
+    missed = []
+    result = types.SimpleNamespace(miss=lambda error, **about: missed.append(str(error)))
+    options = types.SimpleNamespace(**names, checkpoints=tmp_path)
+    run = speculation.Run(options, result, "tiny", "EAGLE", 4, 0.6)
+    monkeypatch.setattr(run, "_server", lambda name: server)
+    assert list(run.rows()) == [] and run._counts.is_file() == (backend == "hot"), "its server starts with them"
+    assert missed == [] if measured else missed[0].startswith(f"drafts of {backend} are not what they are to be: ")
 
 
 def test_what_is_known_of_a_draft_model_is_a_mean_over_what_was_answered(load):
@@ -534,18 +564,20 @@ def test_of_an_answer_the_first_token_is_no_verifications_and_the_root_of_one_is
 def test_the_benchmark_of_speculation_runs_on_a_cpu_too(tmp_path):
     out = tmp_path / "speculation.json"
     arguments = ["--sizes", "tiny", "--algorithms", "STANDALONE", "--draft-tokens", "4", "--batches", "2"]
-    arguments += ["--temperatures", "1", "--backends", "coupled", "--pairs", "2", "--tokens", "24"]
+    arguments += ["--temperatures", "1", "--backends", "coupled", "hot", "--pairs", "2", "--tokens", "24"]
     arguments += ["--only", "speed", "tokens", "--compared", "90"]
     arguments += ["--checkpoints", str(tmp_path), "--logs", str(tmp_path), "--out", str(out)]
     done = subprocess.run(
         [sys.executable, str(FOLDER / "run.py"), "speculation", *arguments], capture_output=True, text=True
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    row, without, compared = json.loads(out.read_text())["rows"]
-    assert row["backend"] == "coupled" and row["tokens_s"] > 0
-    assert 0.0 < row["acceptance"] < 1.0 and 0.0 < row["draft_tv"] < 1.0
-    assert [one["backend"] for one in (without, compared)] == ["no drafts", "coupled"]
-    for one, tokens in ((without, 4), (compared, 96)):  # without drafts, the first of each answer
+    coupled, hot, *compared = json.loads(out.read_text())["rows"]
+    for row, name in ((coupled, "coupled"), (hot, "hot")):
+        assert row["backend"] == name and row["tokens_s"] > 0
+        assert 0.0 < row["acceptance"] < 1.0 and 0.0 < row["draft_tv"] < 1.0
+    assert 0.15 < hot["covered"] < 1.0 and "covered" not in coupled
+    assert [one["backend"] for one in compared] == ["no drafts", "coupled", "hot"]
+    for one, tokens in zip(compared, (4, 96, 96), strict=True):  # without drafts, the first of each answer
         assert one["section"] == "tokens" and (one["tokens"], one["near_ties"], one["different"]) == (tokens, 0, 0)
 
 
@@ -566,6 +598,25 @@ def test_answers_are_compared_until_they_differ_and_a_difference_is_judged_by_th
     assert ties == [True], "two ids are equally likely"
 
 
+@pytest.mark.parametrize("temperatures", [[0.0], [0.7], [0.0, 1.0]])
+def test_what_is_drawn_before_has_the_distribution_of_the_targets_answers(load, monkeypatch, temperatures):
+    speculation = load("speculation")
+    monkeypatch.setattr(speculation, "COUNTED_TOKENS", 1 << 18)
+    target, every = speculation.markov.build(speculation.markov.SIZES["tiny"]), torch.arange(1024)
+    wanted = torch.zeros(1024, dtype=torch.float64)
+    for temperature in temperatures:
+        likeliest = torch.nn.functional.one_hot(target.logits(every).argmax(-1), 1024).double()
+        after = target.distribution(every, temperature) if temperature else likeliest
+        last = (every > 2) / torch.tensor(1021.0, dtype=torch.float64)  # no special token ends a prompt
+        for _ in range(4):
+            last = last @ after
+            wanted += last / (4 * len(temperatures))
+    counts = speculation.drawn_before(target, 4, temperatures)
+    assert counts.sum() == 1 << 18
+    assert (counts / counts.sum() - wanted).abs().sum() / 2 < 0.03, "as far apart as so many tokens may be"
+    assert torch.equal(counts, speculation.drawn_before(target, 4, temperatures)), "a second run drafts the same ids"
+
+
 @pytest.mark.parametrize(
     "algorithm, coupled, target, draft",
     [
@@ -582,14 +633,16 @@ def test_the_benchmark_of_speculation_gives_each_algorithm_its_checkpoints(
     speculation = load("speculation")
     options = types.SimpleNamespace(
         **{"backends": ["stock", "greedy", "coupled"], "only": ["speed"], "checkpoints": tmp_path, "logs": tmp_path},
-        **{"batches": [1], "tokens": 32, "memory_share": 0.3, "set": {}},
+        **{"batches": [1], "tokens": 32, "temperatures": [0.0, 1.0], "memory_share": 0.3, "set": {}},
     )
     run = speculation.Run(options, None, "tiny", algorithm, 4, 0.6)
     assert ("coupled" in run.backends) == coupled
     known, _ = run._write_checkpoints()
-    if algorithm in speculation.MAPPED:
-        run._write_token_map(known)
-        assert len(torch.load(run._token_map)) == int(0.15 * run.size.vocab_size)
+    if algorithm in speculation.HOT:
+        run._write_likeliest(known)
+        counts, likeliest = HotVocab.load(run._counts), torch.load(run._token_map)
+        assert (counts.counted, len(likeliest)) == (1 << 20, int(0.15 * run.size.vocab_size))
+        assert likeliest == counts.most_frequent(len(likeliest)).tolist()
     command = run._server("stock").command
     folders = [
         command[command.index(flag) + 1]
