@@ -493,8 +493,8 @@ def _kernels_lost(folder: Path) -> str:
 
 
 def rivals(folder: Path) -> Table | None:
-    """Our paths over the fastest rival of each cell: the median of the cells of a mode, the smallest and the largest; and
-    the cells where a rival is faster than the path that a server takes."""
+    """Our paths over the fastest rival of each cell: the median of the cells of a mode, the smallest and the largest;
+    and the cells where a rival is faster than the path that a server takes."""
     lines = []
     for results in (Results(gpu, folder) for gpu in gpus(folder)):
         cells: dict[tuple, dict[str, Row]] = collections.defaultdict(dict)

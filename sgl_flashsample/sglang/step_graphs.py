@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
+import warnings
 import logging
 import time
 from collections.abc import Callable, Hashable, Sequence
@@ -82,12 +83,17 @@ class CudaCapture:
 
     def _leave(self, graph: torch.cuda.CUDAGraph, pool: Any) -> None:
         """PyTorch allocates for a capture until its end, and stays so where CUDA has given the capture up: it then
-        frees no memory that another stream has used. This call ends it."""
+        frees no memory that another stream has used. This call ends it. Its generator draws no random numbers until a
+        capture has ended well: another one does."""
         index = torch.cuda.current_device() if self._device.index is None else self._device.index
         with contextlib.suppress(RuntimeError):  # a capture that came to its end was left already
             torch._C._cuda_endAllocateToPool(index, pool)
             self._failed.append(graph)
             torch._C._cuda_releasePool(index, pool)
+            another = torch.cuda.CUDAGraph()
+            with torch.cuda.stream(self._stream), warnings.catch_warnings(action="ignore"):  # it is empty
+                another.capture_begin(capture_error_mode="thread_local")
+                another.capture_end()
 
 
 class EditPlaces:

@@ -455,16 +455,18 @@ def test_a_failed_capture_gives_the_memory_of_the_graphs_back(clock, edited):
 
 @pytest.fixture
 def capturing(monkeypatch) -> types.SimpleNamespace:
-    """PyTorch's captures, without a GPU. graphs: made so far, by weak references. ended: the pools that its allocator
-    was told to leave. allocates: whether it allocates for a capture that fails."""
-    noted = types.SimpleNamespace(graphs=[], ended=[], released=[], allocates=True)
+    """PyTorch's captures, without a GPU. graphs: made so far, by weak references. finished: graphs that came to their
+    end. ended: the pools that its allocator was told to leave. allocates: whether it allocates for a capture that
+    fails."""
+    noted = types.SimpleNamespace(graphs=[], finished=0, ended=[], released=[], allocates=True)
 
     class Recording:
         def __init__(self) -> None:
             noted.graphs.append(weakref.ref(self))
 
         def capture_begin(self, **arguments): ...
-        def capture_end(self): ...
+        def capture_end(self):
+            noted.finished += 1
 
     def end(index: int, pool: str) -> None:
         noted.ended.append((index, pool))
@@ -488,6 +490,7 @@ def test_after_a_capture_that_fails_pytorch_no_longer_allocates_for_it(capturing
     with pytest.raises(ZeroDivisionError):
         capture(lambda: 1 // 0, "a pool")
     assert capturing.ended == capturing.released == [(index, "a pool")]
+    assert capturing.finished == len(capturing.graphs) == 3, "another capture brings its generator back"
     gc.collect()
     assert capturing.graphs[1]() is not None, "PyTorch's allocator of pinned memory goes on asking it"
 
@@ -1344,9 +1347,9 @@ def test_once_the_fused_pass_is_off_no_step_is_replayed(short):
 
 
 @pytest.mark.gpu
-def test_a_capture_that_cuda_gives_up_leaves_pytorchs_allocator_as_it_was(device):
-    """Else memory that another stream has used is never given back: SGLang copies the tokens of each step on a stream
-    of its own."""
+def test_a_capture_that_cuda_gives_up_leaves_pytorchs_allocator_and_generator_as_they_were(device):
+    """Else memory that another stream has used is never given back, as SGLang copies the tokens of each step on a
+    stream of its own; and its samplers draw no random numbers."""
     capture, side = step_graphs.CudaCapture(device), torch.cuda.Stream(device)
     values = torch.zeros(1024, device=device)
 
@@ -1370,10 +1373,12 @@ def test_a_capture_that_cuda_gives_up_leaves_pytorchs_allocator_as_it_was(device
             torch.cuda.current_stream(device).synchronize()
         return added
 
+    capture(lambda: values + 1, capture.new_pool())  # the first one of a process allocates for the generator
     before = steps(10)
     for _ in range(3):
         with pytest.raises(RuntimeError):
             capture(invalidated, capture.new_pool())
+        torch.rand(1, device=device)
     gc.collect()
     assert steps(1000) <= before
     graph, added = capture(lambda: values + 1, capture.new_pool())
