@@ -43,7 +43,6 @@ SUMMARY_SAMPLINGS = ("t1", "trunc", "greedy")
 STOCK, FLASHSAMPLE = "stock", "flashsample"
 STANDING = 64  # rows of a batch that stays, beside traffic
 TRAFFIC = (16, 64, 256)  # clients
-PAYS = 0.01  # mean gain of a table from which tuning pays
 TABLE_EFFORTS = ("quick", "full")
 SCREEN = "+screen"  # the end of the kinds of a tuned table that have a screen; the others in words:
 KINDS = {
@@ -632,14 +631,13 @@ def answers(folder: Path) -> Table | None:
 
 
 def _gains(over: list[float]) -> str:
-    """The mean gain over the sizes of one kind, where tuning pays; the sizes with another choice than the built-in one,
-    and their largest gain."""
+    """The mean gain over the sizes of one kind; the sizes with another choice than the built-in one, and their largest
+    gain."""
     if not over:
         return ""
     mean, other = statistics.fmean(1 - ratio for ratio in over), sum(ratio != 1.0 for ratio in over)
     most = f", at most {100 * (1 - min(over)):.1f} %" if other else ""
-    pays = "" if mean >= PAYS else ": does not pay"
-    return f"{100 * mean:.1f} % ({other} of {len(over)} sizes{most}){pays}"
+    return f"{100 * mean:.1f} % ({other} of {len(over)} sizes{most})"
 
 
 # --- conditions and age ---------------------------------------------------------------------------------------------

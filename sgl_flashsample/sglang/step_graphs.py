@@ -11,9 +11,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
-import warnings
 import logging
 import time
+import warnings
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple, Protocol
 

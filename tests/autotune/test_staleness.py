@@ -25,7 +25,7 @@ from sgl_flashsample.kernels.config import ReadConfig, TileConfig
 from sgl_flashsample.kinds import KIND_NAMES
 from sgl_flashsample.paths import Parts
 from sgl_flashsample.tables import fingerprint, lookup
-from sgl_flashsample.tables.lookup import load_table
+from sgl_flashsample.tables.lookup import known_stale, load_table
 from sgl_flashsample.tables.schema import HeadShape
 
 TRITON = importlib.metadata.version("triton")
@@ -168,45 +168,16 @@ def test_a_gpu_compiles_to_the_machine_code_that_was_found_without_it(device):
 
 
 SHIPPED = sorted((Path(sgl_flashsample.__file__).parent / "tables").glob("fs2-*.json"))
-# Shipped tables that do not say with which machine code they were measured, so nothing can tell whether they are stale.
-# Servers take them for stale. A table leaves this list when it is measured again; none is added.
-WITHOUT_CODE = {
-    "fs2-NVIDIA_H100_80GB_HBM3-V128256-D2048-tp1-bf16",
-    "fs2-NVIDIA_H100_80GB_HBM3-V128256-D4096-tp1-bf16",
-    "fs2-NVIDIA_H100_80GB_HBM3-V128256-D8192-tp1-bf16",
-    "fs2-NVIDIA_H100_80GB_HBM3-V151936-D2048-tp1-bf16",
-    "fs2-NVIDIA_H100_80GB_HBM3-V151936-D4096-tp1-bf16",
-    "fs2-NVIDIA_H100_80GB_HBM3-V151936-D5120-tp1-bf16",
-    "fs2-NVIDIA_H100_80GB_HBM3-V201088-D2880-tp1-bf16",
-    "fs2-NVIDIA_H100_80GB_HBM3-V262144-D3840-tp1-bf16-softcap",
-    "fs2-NVIDIA_H200-V128256-D2048-tp1-bf16",
-    "fs2-NVIDIA_H200-V128256-D4096-tp1-bf16",
-    "fs2-NVIDIA_H200-V128256-D8192-tp1-bf16",
-    "fs2-NVIDIA_H200-V151936-D2048-tp1-bf16",
-    "fs2-NVIDIA_H200-V151936-D4096-tp1-bf16",
-    "fs2-NVIDIA_H200-V151936-D5120-tp1-bf16",
-    "fs2-NVIDIA_H200-V16032-D8192-tp8-bf16",
-    "fs2-NVIDIA_H200-V18992-D4096-tp8-bf16",
-    "fs2-NVIDIA_H200-V201088-D2880-tp1-bf16",
-    "fs2-NVIDIA_H200-V262144-D3840-tp1-bf16-softcap",
-    "fs2-NVIDIA_H200-V32064-D8192-tp4-bf16",
-    "fs2-NVIDIA_H200-V37984-D4096-tp4-bf16",
-    "fs2-NVIDIA_H200-V64128-D8192-tp2-bf16",
-    "fs2-NVIDIA_H200-V75968-D4096-tp2-bf16",
-}
 
 
-def test_every_shipped_table_says_with_which_machine_code_it_was_measured_but_those_listed():
-    without = {path.stem for path in SHIPPED if not load_table(path)[0].has_code}
-    assert without - WITHOUT_CODE == set(), "tune these again: their machine code is not known"
-    assert WITHOUT_CODE - without == set(), "these have machine code, or are gone: take them off the list"
+def test_shipped_tables_are_of_full_effort_and_fresh_as_far_as_is_known_without_compiling():
+    tables = [load_table(path)[0] for path in SHIPPED]
+    assert tables and all(table.effort == "full" and table.has_code and not known_stale(table) for table in tables)
 
 
 @pytest.mark.full
 @pytest.mark.alone
-@pytest.mark.parametrize(
-    "path", [path for path in SHIPPED if path.stem not in WITHOUT_CODE], ids=lambda path: path.stem
-)
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
 def test_no_shipped_table_is_stale(path):
     """Compiled by the release of Triton that it was measured with."""
     table, _ = load_table(path)

@@ -1148,7 +1148,7 @@ def test_a_tuned_table_has_its_gains_per_kind_and_its_losses_between_sizes(load,
     text = load("tables").SECTIONS["tuned"](tmp_path)
     assert text.splitlines()[2:4] == [
         "| temperature | 5.0 % (2 of 3 sizes, at most 10.0 %) |",
-        "| temperature, with a screen | 0.5 % (1 of 1 sizes, at most 0.5 %): does not pay |",
+        "| temperature, with a screen | 0.5 % (1 of 1 sizes, at most 0.5 %) |",
     ]
     assert text.endswith("of H200, 151936x4096 are slower in 1 of 285 places, by at most 1.2 %.")
 
