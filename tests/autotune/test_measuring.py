@@ -301,8 +301,8 @@ def test_a_captured_call_has_the_time_of_a_call_and_its_own_step(device):
 
     graph, eager = timer.contender(call, copies=3), timer.contender(call, graph=False)
     assert graph.calls % 3 == 0 and set(range(graph.calls)) <= set(seen)
-    rounds = timer.rounds({"graph": graph, "eager": eager}, 5)
-    assert rounds.timing("graph").us == pytest.approx(rounds.timing("eager").us, rel=0.3)
+    samples = timer.rounds({"graph": graph, "eager": eager}, 15).samples  # others use the GPU: the fastest is of a call
+    assert min(samples["graph"]) == pytest.approx(min(samples["eager"]), rel=0.3)
     assert describe_machine(device)["clocks"]["sm_mhz"] >= 0
 
 
