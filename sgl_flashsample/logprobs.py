@@ -67,6 +67,8 @@ def check_wanted(wanted: WantedLogprobs, num_rows: int, like: torch.Tensor) -> N
     ``like``."""
     if not isinstance(wanted, WantedLogprobs):
         raise ValueError(f"wanted is {wanted!r}; expected WantedLogprobs")
+    if type(wanted.top) is not int:  # a kernel would take True as an integer of one bit
+        raise ValueError(f"wanted.top is {wanted.top!r}; expected an integer from 0 to {MAX_TOP_LOGPROBS}")
     if wanted.top != 0:
         check_k(wanted.top, "wanted.top")
     if wanted.counts is not None:

@@ -96,7 +96,7 @@ class HotVocabulary(OwnVocabulary):
         per_id = np.zeros(vocab_size, dtype=np.int64)
         per_id[seen] = counts.ids[seen]
         # Whole groups of columns: rows of logits are then aligned, without which a GEMM is slow.
-        self._size = min(vocab_size, GROUP_SIZE * cdiv(int(MAPPED_SHARE * vocab_size), GROUP_SIZE))
+        self._size = min(vocab_size, GROUP_SIZE * cdiv(max(1, int(MAPPED_SHARE * vocab_size)), GROUP_SIZE))
         hot = HotVocab.of_ids(per_id).most_frequent(self._size)
         self._file, self._covers = one_line(file), int(per_id[hot].sum()) / counts.counted
         self._num_bytes = self._size * (weight.shape[1] * weight.itemsize + (0 if lm_head.scale is None else 4))

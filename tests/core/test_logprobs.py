@@ -519,6 +519,8 @@ IDS = torch.zeros(9, 2, dtype=torch.int64)
     [
         (WantedLogprobs(129), "wanted.top is 129; expected an integer from 1 to 128"),
         (WantedLogprobs(-1), "wanted.top is -1; expected"),
+        (WantedLogprobs(True), "wanted.top is True; expected an integer from 0 to 128"),
+        (WantedLogprobs(IDS), r"(?s)wanted.top is tensor.*; expected an integer from 0 to 128"),
         (
             WantedLogprobs(3, IDS[:, 0]),
             r"wanted.counts is \(9,\) torch.int64 .*; expected contiguous \(9,\) torch.int32",

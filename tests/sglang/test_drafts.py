@@ -606,6 +606,13 @@ def test_a_hot_vocabulary_has_the_most_frequent_ids_and_says_what_they_cover(dev
     assert vocabulary.status["covers"] == (1 + ids)[-96:].sum() / (1 + ids).sum()
 
 
+def test_a_hot_vocabulary_of_a_few_ids_has_all_of_them(device, tmp_path):
+    """15 % of them are less than one."""
+    lm_head = LMHead(weights(device, dtype=torch.float32), vocab_size=6)
+    file = counts_file(tmp_path, torch.tensor([5]), 6)
+    assert own_vocabulary.HotVocabulary(lm_head, str(file), 4).status["ids"] == 6
+
+
 @pytest.mark.parametrize("drafting", [DraftMode.COUPLED, DraftMode.GREEDY])
 @pytest.mark.parametrize("own", [False, True], ids=["the target's head", "its own"])
 def test_the_copy_of_a_hot_vocabulary_follows_the_weight_in_its_place_once_the_change_is_over(
