@@ -110,8 +110,11 @@ def merge_logprobs_kernel(
     high = tl.load(parts_ptr + own, mask=ranks < num_ranks, other=float("-inf"))
     low = tl.load(parts_ptr + own + 1, mask=ranks < num_ranks, other=0.0)
     largest = tl.max(high)
-    # Relative to the largest: at a low temperature log-masses are too large for their differences.
-    total = tl.log(tl.sum(tl.exp((high - largest) + low)))
+    # Relative to the largest: at a low temperature log-masses are too large for their differences. The low part is the
+    # rounding error of the high one, and may itself be too large for ``exp``.
+    relative = (high - largest) + low
+    peak = tl.max(relative)
+    total = peak + tl.log(tl.sum(tl.exp(relative - peak)))
     tl.store(output.log_mass + row * 2, largest)
     tl.store(output.log_mass + row * 2 + 1, tl.where(largest == float("-inf"), 0.0, total))
     # A rank's own logprob of a forbidden id may be no number: other ranks may have an allowed one.

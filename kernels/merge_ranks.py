@@ -79,9 +79,11 @@ def store_merged(
         low = tl.load(places + 4, mask=mask, other=0.0, volatile=True)
         logprob = tl.sum(tl.where(won, tl.load(places + 2, mask=mask, other=0.0, volatile=True), 0.0), axis=0)
         largest = tl.max(high, axis=0)
-        # Relative to the largest: at a low temperature log-masses are too large for their differences.
+        # Relative to the largest: at a low temperature log-masses are too large for their differences. The low part is
+        # the rounding error of the high one, and may itself be too large for ``exp``.
         log_mass = (high - largest[None, :]) + low
-        total = tl.log(tl.sum(tl.exp(log_mass), axis=0))
+        peak = tl.max(log_mass, axis=0)
+        total = peak + tl.log(tl.sum(tl.exp(log_mass - peak[None, :]), axis=0))
         logprob += tl.sum(tl.where(won, log_mass, 0.0), axis=0) - total
         tl.store(output.logprobs + rows, tl.where(logprob > 0.0, 0.0, logprob), mask=inside)
         tl.store(output.log_mass + rows * 2, largest, mask=inside)

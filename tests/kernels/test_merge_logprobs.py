@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -70,6 +72,22 @@ def test_ids_and_logprobs_are_those_of_the_whole_vocabulary(device, num_ranks, k
         logits = (3 * torch.randn(num_rows, vocab, generator=generator)).round().to(device)
         temperature = torch.tensor([0.7, 0.0, 1.0, 2.0, 1e-3], device=device)[:num_rows]
         assert_whole(merge_top(parts_of(logits, num_ranks, k, temperature), k), logits, temperature)
+
+
+def test_log_masses_whose_rounding_error_is_too_large_for_exp_are_merged(device):
+    """As of a bias of 1e10: neighbours among float32 are hundreds apart there. The second rank has 1 / (1 + e)."""
+    low = (248.34375, -900.0), (247.34375, -901.0)
+    found = (-0.5, LOWEST_LOGPROB), (LOWEST_LOGPROB, -0.25)
+    parts = []
+    for lows, logprobs in zip(low, found, strict=True):
+        log_mass = torch.tensor([[5.794555904e9, lows[0]], [2e10, lows[1]]], device=device)
+        parts.append(pack_logprobs(None, torch.tensor([logprobs] * 2, device=device), log_mass))
+    _, of_ids, log_mass = merge_logprobs(torch.stack(parts), 0)
+    first, second = -math.log1p(math.exp(-1.0)), -math.log1p(math.e)
+    want = torch.tensor([[first - 0.5, second - 0.25]] * 2, device=device)
+    torch.testing.assert_close(of_ids, want, rtol=0, atol=1e-3)
+    masses = torch.tensor([5.794555904e9 + 248.34375 - first, 2e10 - 900.0 - first], dtype=torch.float64, device=device)
+    torch.testing.assert_close(log_mass.double().sum(1), masses, rtol=0, atol=1e-3)
 
 
 def test_of_equal_logits_the_smaller_ids_come_first(device):

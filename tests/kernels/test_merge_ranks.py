@@ -51,6 +51,18 @@ def test_the_merge_equals_the_reference(device, num_ranks, num_rows):
     assert torch.equal(without.token_ids, token) and without.logprobs is without.log_mass is None
 
 
+def test_log_masses_whose_rounding_error_is_too_large_for_exp_are_merged(device):
+    """As of a bias of 1e10: neighbours among float32 are hundreds apart there."""
+    first = [[5.8e9, 1.0, 0.0, 5.794555904e9, 248.34375], [2e10, 1.0, -1.5, 2e10, -900.0]]
+    second = [[-4e9, 16.0, 0.0, -3.86e9, 72.0], [2e10 - 4096, 17.0, -0.5, 2e10, -901.0]]
+    records = torch.tensor([first, second], device=device)
+    merged = merge_records(records, return_logprob=True)
+    token, logprob, log_mass = merge_records_ref(records)
+    assert torch.equal(merged.token_ids, token)
+    torch.testing.assert_close(merged.logprobs.double(), logprob, rtol=0, atol=1e-3)
+    torch.testing.assert_close(merged.log_mass.double().sum(-1), log_mass, rtol=0, atol=1e-3)
+
+
 def test_of_equal_scores_the_lowest_rank_wins_and_with_it_the_lowest_ids(device):
     records = torch.zeros(4, 3, NUM_FIELDS, device=device)
     records[..., 1] = torch.arange(4, device=device)[:, None] * 16
