@@ -85,6 +85,7 @@ def store_merged(
         peak = tl.max(log_mass, axis=0)
         total = peak + tl.log(tl.sum(tl.exp(log_mass - peak[None, :]), axis=0))
         logprob += tl.sum(tl.where(won, log_mass, 0.0), axis=0) - total
+        # The total is at least each part's mass, but for the error of a GPU's ``log``.
         tl.store(output.logprobs + rows, tl.where(logprob > 0.0, 0.0, logprob), mask=inside)
         tl.store(output.log_mass + rows * 2, largest, mask=inside)
         tl.store(output.log_mass + rows * 2 + 1, tl.where(largest == float("-inf"), 0.0, total), mask=inside)
