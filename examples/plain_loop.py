@@ -2,7 +2,7 @@
 
     python examples/plain_loop.py HuggingFaceTB/SmolLM2-135M-Instruct "The capital of France is"
 
-Without a GPU: with TRITON_INTERPRET=1 in the environment, for small models.
+Without a GPU: with Numba (`pip install '.[cpu]'` in the checkout).
 """
 
 import sys
