@@ -457,7 +457,7 @@ def merge(file_a: str, file_b: str, out: Path, strict: bool = False, as_json: bo
     a, b = read(file_a), read(file_b)
     _require_same_head(a, b, file_a, file_b)
     if a.device != b.device:
-        raise ValueError(f"{file_a} is for {a.device}, {file_b} for {b.device}")
+        raise ValueError(f"{file_a} is for {_words(a.device)}, {file_b} for {_words(b.device)}")
     if apart := why_apart(a, b):
         raise ValueError(f"the tables were {apart}; tune anew instead")
     for kind, rows, mine, theirs in _paired(a, b):
@@ -474,6 +474,12 @@ def merge(file_a: str, file_b: str, out: Path, strict: bool = False, as_json: bo
         print(json.dumps({"file": str(out), "sizes": total, "better_in_b": taken, "only_in_b": added}))
         return
     print(f"{out}: {total} sizes, {taken} of them better in {file_b}, {added} only there")
+
+
+def _words(device: Device | None) -> str:
+    assert device is not None  # a tuned table has one
+    sizes = f"{device.sms} SMs, {device.l2_mb} MB of L2 cache, {device.smem_optin} bytes of shared memory"
+    return f"{device.name} (compute capability {device.cc}, {sizes})"
 
 
 def joined(a: Table, b: Table) -> tuple[Table, int, int]:

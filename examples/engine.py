@@ -3,7 +3,7 @@ draws, and the tokens of a step are read while the next one runs.
 
     python examples/engine.py
 
-Without a GPU: with TRITON_INTERPRET=1 in the environment; there is no graph then.
+Without a GPU: with Numba, or with TRITON_INTERPRET=1 in the environment; there is no graph then.
 """
 
 import torch

@@ -60,4 +60,6 @@ def main(checkpoint: str, other: str, *arguments: str) -> None:
 
 
 if __name__ == "__main__":  # the engine starts processes that import this file
+    if len(sys.argv) < 3:
+        sys.exit(__doc__)
     main(*sys.argv[1:])

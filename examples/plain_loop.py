@@ -2,7 +2,7 @@
 
     python examples/plain_loop.py HuggingFaceTB/SmolLM2-135M-Instruct "The capital of France is"
 
-Without a GPU: with TRITON_INTERPRET=1 in the environment, for small models.
+Without a GPU: with Numba (`pip install '.[cpu]'` in the checkout).
 """
 
 import sys
@@ -38,4 +38,6 @@ def main(name, prompt):
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 3:
+        sys.exit(__doc__)
     main(*sys.argv[1:])

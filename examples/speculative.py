@@ -2,7 +2,7 @@
 
     python examples/speculative.py HuggingFaceTB/SmolLM2-135M-Instruct "1 2 3 4 1 2 3 4 1 2"
 
-The drafts are what followed the last id earlier in the text. Without a GPU: with TRITON_INTERPRET=1.
+The drafts are what followed the last id earlier in the text. Without a GPU: with Numba, or with TRITON_INTERPRET=1.
 """
 
 import sys
@@ -48,4 +48,6 @@ def main(name, prompt):
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 3:
+        sys.exit(__doc__)
     main(*sys.argv[1:])

@@ -408,7 +408,7 @@ def warm(options: argparse.Namespace) -> int:
     from .autotune.warm import warm as compile_kernels
     from .model_config import head_of
     from .selfcheck import MAX_COMPILED_ROWS
-    from .tables.lookup import device_of
+    from .tables.lookup import Target, device_of, environment, find
     from .tools.waiting import waiting
 
     if options.device is not None:
@@ -418,6 +418,10 @@ def warm(options: argparse.Namespace) -> int:
     else:
         raise ValueError(f"there is no GPU here: expected --device, one of {', '.join(DEVICES)}")
     head = head_of(options.model, dtype=options.dtype)
+    if options.tuned is not None:
+        found, warnings = find(Target(device, head, environment()), options.tuned)
+        if found is None or found.file != str(Path(options.tuned)):
+            raise ValueError(f"--tuned names a table that these servers would not use: {warnings[0]}")
     try:
         os.makedirs(triton.knobs.cache.dir, exist_ok=True)
         check_writable(Path(triton.knobs.cache.dir) / "kernel", "TRITON_CACHE_DIR")

@@ -101,6 +101,8 @@ class HotVocab(msgspec.Struct, frozen=True, kw_only=True, eq=False, dict=True):
     def loads(cls, text: str) -> HotVocab:
         """Counts from the text of a file. Raises BadFileError."""
         data = parse_json(text, MAX_BYTES)
+        if isinstance(data, dict) and not str(data.get("schema")).startswith(SCHEMA):
+            raise BadFileError(f"schema is {one_line(repr(data.get('schema')), 60)}; expected {SCHEMA!r}")
         try:
             file = msgspec.convert(data, cls, str_keys=True)
         except msgspec.ValidationError as error:
@@ -163,7 +165,8 @@ class HotVocab(msgspec.Struct, frozen=True, kw_only=True, eq=False, dict=True):
         about = ", ".join(filter(None, (self.name, self.source)))
         yield f"{self.counted:,} tokens counted{f' ({about})' if about else ''}"
         yield f"{facts['ids_seen']:,} of {self.vocab:,} ids seen"
-        yield f"at most about {100 * facts['unseen']:.2g} % of further tokens have other ids"
+        unseen = 100 * facts["unseen"]
+        yield f"at most about {unseen:{'.0f' if unseen >= 10 else '.2g'}} % of further tokens have other ids"
         yield from (f"note: {note}" for note in self.notes)
         yield f"{'ids':>9}  {'cover':>7}"
         for row in facts["coverage"]:

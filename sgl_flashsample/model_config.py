@@ -70,13 +70,19 @@ def config_file(model: str) -> Path:
     path = Path(model)
     if path.is_dir():
         path = path / "config.json"
+        if not path.exists():
+            raise HeadError(f"{model} is a folder without a config.json; expected a model's folder")
     if path.exists():
         return path
-    with contextlib.suppress(ImportError, ValueError, OSError):  # no such package; no hub's name; no such model there
+    with contextlib.suppress(Exception):  # no such package; no hub's name; no such model there; no network
         import huggingface_hub
 
         cached = huggingface_hub.try_to_load_from_cache(model, "config.json")
-        return Path(cached if isinstance(cached, str) else huggingface_hub.hf_hub_download(model, "config.json"))
+        if isinstance(cached, str):
+            return Path(cached)
+        # A download is tried for half a minute where there is no network. This is tried once.
+        huggingface_hub.get_hf_file_metadata(huggingface_hub.hf_hub_url(model, "config.json"))
+        return Path(huggingface_hub.hf_hub_download(model, "config.json"))
     raise HeadError(
         f"{model} is neither a model's folder nor a config.json on this machine, nor a model that could be fetched "
         "from the Hugging Face hub"

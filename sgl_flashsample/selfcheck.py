@@ -8,11 +8,13 @@ processes do not, as in SGLang's scheduler, which is a daemon.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import logging
 import os
-from collections.abc import Callable, Sequence
+import signal
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -86,7 +88,13 @@ def compile_ahead(heads: Sequence[Parts], max_rows: int, table: DispatchTable, *
         return  # there is nothing to compile
     threads = min(MAX_COMPILING_THREADS, len(os.sched_getaffinity(0)))
     try:
-        with ThreadPoolExecutor(threads) as pool, triton.AsyncCompileMode(pool, ignore_errors=True), compiling_only():
+        with (
+            ThreadPoolExecutor(threads, initializer=_leave_signals_to_others) as pool,
+            _dropped_when_interrupted(pool),
+            triton.AsyncCompileMode(pool, ignore_errors=True),
+            _dropped_when_interrupted(pool),  # leaving the mode waits for all that it was given
+            compiling_only(),
+        ):
             for parts in heads:
                 # The kernels that take longest come first, so that none of them is left alone at the end.
                 used = table.configs_up_to(max_rows, screened=parts.screen is not None)
@@ -103,6 +111,22 @@ def compile_ahead(heads: Sequence[Parts], max_rows: int, table: DispatchTable, *
                         launch_logprobs_once(heads[0], kind, **masks)
     except Exception as error:  # another Triton: each kernel is compiled at its first launch, as ever
         logger.debug("flashsample: kernels are not compiled ahead: %s", first_line(error))
+
+
+def _leave_signals_to_others() -> None:
+    """A compiler that this thread starts inherits its mask. Else Ctrl-C ends the compiler too, and Triton prints the
+    program that it did not compile."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
+
+
+@contextlib.contextmanager
+def _dropped_when_interrupted(pool: ThreadPoolExecutor) -> Iterator[None]:
+    """What waits in the pool is not begun after a KeyboardInterrupt in the block."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        pool.shutdown(wait=False, cancel_futures=True)
+        raise
 
 
 def _masks_of(kind: BatchKind, bool_masks: bool) -> list[dict[str, bool]]:

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..defaults import SHIPPED, HeadTraits, default_config, defaults_digest, evidence_of, family_of
+from ..defaults import INTERPRETED, SHIPPED, HeadTraits, default_config, defaults_digest, evidence_of, family_of
 from ..dispatch import DENSE_ROWS, DispatchTable
 from ..files import BadFileError, one_line, read_plain
 from ..kernels.config import (
@@ -113,7 +113,9 @@ class ResolvedTable:
             choices = f"{screen}; else {choices}" if screen else choices
             if self.dispatch.traits.batch_invariant:
                 return f"no tuned table for {self.about}: it takes one built-in configuration"
-            return f"no tuned table for {self.about}: {choices}, same tokens; `sgl-flashsample tune run` makes one"
+            # Without a GPU there is nothing to tune.
+            advice = "" if self.dispatch.traits.family == INTERPRETED else "; `sgl-flashsample tune run` makes one"
+            return f"no tuned table for {self.about}: {choices}, same tokens{advice}"
         table = file.table
         confirmed = sum(len(sizes.rows) for sizes in table.confirmed.values())
         sizes = self.dispatch.flashinfer

@@ -113,7 +113,7 @@ print({{"torch", "triton", "optuna", "plotly"}} & set(sys.modules))
         (["diff", "FILE", "text"], "text: it is not JSON"),
         (["diff", "FILE", "other"], "FILE is for head 128256 x 4096 bf16, tp 1, other for 8 x 8 fp32, tp 1"),
         (["merge", "FILE", "other", "-o", "c"], "FILE is for head 128256 x 4096 bf16, tp 1, other for 8 x 8"),
-        (["merge", "FILE", "h100", "-o", "c"], "FILE is for Device(name='NVIDIA H200'"),
+        (["merge", "FILE", "h100", "-o", "c"], "FILE is for NVIDIA H200 (compute capability 9.0, 132 SMs, "),
         (
             ["merge", "FILE", "old", "-o", "c"],
             "measured with different machine code of the same configuration (plain 1)",

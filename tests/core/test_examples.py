@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import subprocess
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -178,3 +180,9 @@ def test_the_page_of_examples_names_each_file():
     page = (EXAMPLES / "README.md").read_text()
     files = {path.relative_to(EXAMPLES).as_posix() for path in EXAMPLES.rglob("*.*") if path.suffix in (".py", ".sh")}
     assert {name for name in re.findall(r"\]\(([^)]+)\)", page) if not name.startswith("..")} == files
+
+
+@pytest.mark.parametrize("name", ["plain_loop", "speculative", "transformers_processor", "offline_engine"])
+def test_an_example_without_its_arguments_says_how_it_is_run(name):
+    done = subprocess.run([sys.executable, EXAMPLES / f"{name}.py", "model"], capture_output=True, text=True)
+    assert done.returncode == 1 and f"    python examples/{name}.py " in done.stderr and "Traceback" not in done.stderr

@@ -599,7 +599,7 @@ def test_what_cannot_be_measured_is_one_line(run, monkeypatch, arguments, messag
     def no_such_model(*names):
         raise OSError("404")
 
-    monkeypatch.setattr("huggingface_hub.hf_hub_download", no_such_model)
+    monkeypatch.setattr("huggingface_hub.get_hf_file_metadata", no_such_model)
     code, _, err = run("bench", "--model-path", "nowhere", *arguments)
     assert code == 2
     assert err.startswith(f"error: {message}") and err.count("\n") == 1

@@ -80,6 +80,9 @@ def test_the_share_of_unseen_ids_is_estimated_from_the_ids_seen_once():
     assert counts.summary()["unseen"] == pytest.approx(missing, rel=0.15)
     for tokens, least in ((3, 0.3), (1, 1.0)):  # few tokens prove little
         assert HotVocab.of_ids(np.bincount([0] * tokens, minlength=100)).summary()["unseen"] >= least
+    for tokens, share in (([0], "100"), ([0] * 3, "33"), ([0] * 800, "0.12")):
+        line = f"at most about {share} % of further tokens have other ids"
+        assert line in HotVocab.of_ids(np.bincount(tokens, minlength=100)).lines()
 
 
 def test_the_most_frequent_ids_are_ascending_and_the_lowest_of_equally_frequent_ones():
@@ -139,8 +142,9 @@ def test_a_field_of_a_later_release_is_ignored_with_a_note():
 @pytest.mark.parametrize(
     "place, value, message",
     [
-        ("schema", "flashsample-hot/2", "Expected `str` matching regex '^flashsample-hot/3"),
-        ("schema", ..., "missing required field `schema`"),
+        ("schema", "flashsample-hot/2", "schema is 'flashsample-hot/2'; expected 'flashsample-hot/3'"),
+        ("schema", "flashsample-hot/30", "Expected `str` matching regex '^flashsample-hot/3"),
+        ("schema", ..., "schema is None; expected 'flashsample-hot/3'"),
         ("vocab", 0, "Expected `int` >= 1 - at `$.vocab`"),
         ("vocab", 50200, "counts.50176 has 81 counts; expected 24, and a first id that is a multiple of 256"),
         ("counts.3072", [1], "counts.3072 has 1 counts; expected 256"),

@@ -61,10 +61,34 @@ def test_a_hub_s_config_that_is_not_in_the_cache_is_downloaded(monkeypatch, conf
         return there[name, file]
 
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "empty"))
+    # It is asked once before: a download is tried for half a minute where there is no network.
+    monkeypatch.setattr(hub, "hf_hub_url", lambda name, file: (name, file))
+    monkeypatch.setattr(hub, "get_hf_file_metadata", lambda url: download(*url))
     monkeypatch.setattr(hub, "hf_hub_download", download)
     assert head_of("Qwen/Qwen3-8B") == HeadShape(vocab=151936, hidden=4096, dtype="bf16")
     with pytest.raises(HeadError, match="nor a model that could be fetched from the Hugging Face hub"):
         head_of("Qwen/another")
+
+
+def test_a_hub_that_is_not_reached_is_asked_once_and_a_folder_is_no_name_of_it(monkeypatch, tmp_path):
+    hub = pytest.importorskip("huggingface_hub")
+    asked = []
+
+    def unreachable(url: str) -> None:
+        asked.append(url)
+        raise Exception("Name or service not known")  # httpx's, which are no OSError
+
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "empty"))
+    monkeypatch.setattr(hub, "get_hf_file_metadata", unreachable)
+    monkeypatch.setattr(hub, "hf_hub_download", lambda *_: pytest.fail("a download is begun"))
+    with pytest.raises(HeadError, match="nor a model that could be fetched from the Hugging Face hub"):
+        head_of("Qwen/another")
+    assert len(asked) == 1
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "weights").mkdir()
+    with pytest.raises(HeadError, match=r"^weights is a folder without a config\.json; expected a model's folder$"):
+        head_of("weights")
+    assert len(asked) == 1
 
 
 def test_a_config_need_not_have_what_is_given(config):

@@ -130,9 +130,18 @@ def test_a_server_compiles_nothing_that_was_compiled_without_its_gpu(warm, tmp_p
         (["--device", "H100", "--max-rows", "0"], "--max-rows is 0; expected 1 or more"),
         (["--device", "H100", "--tuned", "nowhere.json"], "--tuned is nowhere.json, which is not a file"),
         (["--device", "H100", "--tuned", "config.json"], "--tuned is config.json, which is no tuned table: "),
+        (
+            ["--device", "A100", "--tuned", "h200.json"],
+            "--tuned names a table that these servers would not use: h200.json: it is for NVIDIA H200, not NVIDIA A100",
+        ),
+        (
+            ["--device", "H100", "--tuned", "h200.json"],
+            "--tuned names a table that these servers would not use: h200.json: it is for NVIDIA H200 (132 SMs), not ",
+        ),
     ],
 )
-def test_what_cannot_be_compiled_for_is_named_in_one_line(warm, arguments, message):
+def test_what_cannot_be_compiled_for_is_named_in_one_line(warm, tmp_path, arguments, message):
+    (tmp_path / "h200.json").write_text(UNLIKE.dumps())
     done = warm(*arguments)
     assert done.returncode == 2
     assert done.stderr.startswith(f"error: {message}") and done.stderr.count("\n") == 1

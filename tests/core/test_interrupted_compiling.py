@@ -1,0 +1,36 @@
+"""Ctrl-C while kernels are compiled ahead: what was not begun is dropped, and a compiler that runs ends by itself."""
+
+from __future__ import annotations
+
+import subprocess
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from sgl_flashsample.selfcheck import _dropped_when_interrupted, _leave_signals_to_others
+
+
+def test_what_waits_is_dropped_by_an_interrupt():
+    begun, over = threading.Event(), threading.Event()
+
+    def first() -> bool:
+        begun.set()
+        return over.wait(60)
+
+    with ThreadPoolExecutor(1) as pool:
+        one = pool.submit(first)
+        assert begun.wait(60)
+        other = pool.submit(pytest.fail, "it was begun")
+        with pytest.raises(KeyboardInterrupt), _dropped_when_interrupted(pool):
+            raise KeyboardInterrupt
+        over.set()
+        assert one.result() and other.cancelled()
+
+
+@pytest.mark.parametrize("signal", ["INT", "TERM", "HUP"])
+def test_a_signal_to_all_processes_of_a_terminal_does_not_end_a_compiler(signal):
+    with ThreadPoolExecutor(1, initializer=_leave_signals_to_others) as pool:
+        command = ["sh", "-c", f"kill -{signal} $$; echo compiled"]
+        done = pool.submit(subprocess.run, command, capture_output=True, text=True).result()
+    assert (done.returncode, done.stdout) == (0, "compiled\n")
