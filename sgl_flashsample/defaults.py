@@ -230,8 +230,8 @@ def _serving(traits: HeadTraits, num_rows: int, kind: BatchKind, path: SamplingP
 
 
 def _entries(table: Table, hidden_size: int, kind: str, path: SamplingPath | None) -> list[Entry]:
-    """Those of a kind for heads of this width, by their sizes; of two for one size that for the wider heads. path: None
-    for those that no caller has to ask for."""
+    """The entries of one kind for heads of this width, sorted by size; of two for one size, the one for wider heads.
+    path: None for entries that no caller has to ask for."""
     by_rows: dict[int, Entry] = {}
     for entry in sorted(table.entries, key=lambda entry: -entry.min_hidden):
         of_path = not entry.on_request if path is None else entry.path == path

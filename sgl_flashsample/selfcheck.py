@@ -121,7 +121,7 @@ def _leave_signals_to_others() -> None:
 
 @contextlib.contextmanager
 def _dropped_when_interrupted(pool: ThreadPoolExecutor) -> Iterator[None]:
-    """What waits in the pool is not begun after a KeyboardInterrupt in the block."""
+    """A KeyboardInterrupt in the block drops the work that waits in the pool."""
     try:
         yield
     except KeyboardInterrupt:
