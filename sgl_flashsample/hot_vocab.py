@@ -91,11 +91,8 @@ class HotVocab(msgspec.Struct, frozen=True, kw_only=True, eq=False, dict=True):
         return HotVocab.of_ids(self.ids + other.ids, self.name or other.name, " + ".join(origins))
 
     def most_frequent(self, number: int) -> np.ndarray:
-        """``[number]`` int64, ascending: the ids that were drawn most often, of equally frequent ones the lowest, which
-        tokenizers give to what is frequent. Raises ValueError."""
-        if not 1 <= number <= self.vocab:
-            raise ValueError(f"the number of ids is {number}; expected 1 to {self.vocab}")
-        return np.sort(np.argsort(-self.ids, kind="stable")[:number])
+        """``most_frequent`` of these counts."""
+        return most_frequent(self.ids, number)
 
     @classmethod
     def loads(cls, text: str) -> HotVocab:
@@ -176,6 +173,14 @@ class HotVocab(msgspec.Struct, frozen=True, kw_only=True, eq=False, dict=True):
 def _reported_sizes(vocab: int) -> list[int]:
     """The numbers of ids at which coverage is reported: 256, 512, 1024, ... below V."""
     return [1 << bits for bits in range(8, (vocab - 1).bit_length())]
+
+
+def most_frequent(counts: np.ndarray, number: int) -> np.ndarray:
+    """``[number]`` int64, ascending: the ids with the largest ``counts``, ``[V]``, of equally frequent ones the lowest,
+    which tokenizers give to what is frequent. Raises ValueError."""
+    if not 1 <= number <= len(counts):
+        raise ValueError(f"the number of ids is {number}; expected 1 to {len(counts)}")
+    return np.sort(np.argsort(-counts, kind="stable")[:number])
 
 
 # --- tokens to count

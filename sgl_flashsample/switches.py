@@ -31,7 +31,7 @@ DRAFT_VOCAB_VARIABLE = "FLASHSAMPLE_DRAFT_VOCAB"
 ANY_VERSION_VARIABLE = "FLASHSAMPLE_ANY_SGLANG"
 TRACE_VARIABLE = "FLASHSAMPLE_TRACE"
 REQUESTED_VARIABLE = "FLASHSAMPLE_REQUESTED"  # set by the plugin, for the processes of its server
-ALL_IDS = "all"  # of ``DRAFT_VOCAB_VARIABLE``
+ALL_IDS, LEARNED_IDS = "all", "auto"  # of ``DRAFT_VOCAB_VARIABLE``
 _PREFIX = "FLASHSAMPLE_"
 
 _SPELLINGS = {
@@ -86,7 +86,7 @@ VARIABLES = {
     RANKS_VARIABLE: _switch(None),
     SPECULATION_VARIABLE: _switch(None),
     DRAFTS_VARIABLE: _word("coupled", "greedy", "stock", off="stock"),
-    DRAFT_VOCAB_VARIABLE: _Variable(ALL_IDS, f"{ALL_IDS}, or a file", str),
+    DRAFT_VOCAB_VARIABLE: _Variable(ALL_IDS, f"{ALL_IDS}, {LEARNED_IDS}, or a file", str),
     ANY_VERSION_VARIABLE: _switch(False),
     TRACE_VARIABLE: _TEXT,
     REQUESTED_VARIABLE: _switch(False),

@@ -7,6 +7,7 @@ batch.py             one batch: parameters per row, routing, edits
 sampler.py           the Sampler: fused pass or SGLang's own, row by row
 speculation.py       verifies drafts by a draw at every node
 drafts.py            draws a draft model's tokens
+draft_graphs.py      SGLang's CUDA graphs of drafts, of all ids and of some
 exchange.py          what ranks that share a head tell each other
 head.py              one LM head: weights, table, workspace, screen
 step_graphs.py       captures and replays the CUDA graphs of a step whose batch does not change

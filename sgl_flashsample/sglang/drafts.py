@@ -28,9 +28,11 @@ from ..kernels.params import BatchParams
 from ..selfcheck import MAX_COMPILED_ROWS
 from ..switches import ALL_IDS, DRAFT_VOCAB_VARIABLE, DRAFTS_VARIABLE, text, word
 from .batch import Batch, batch_of, routing_of
+from .draft_graphs import BothGraphs
 from .find_heads import heads_of, processors_of
 from .lazy_logits import DraftLogits, LazyLogits, plain
-from .own_vocabulary import OwnVocabulary, hot_vocabulary, unsupported_ids
+from .learned_vocabulary import LearnedVocabulary, hot_vocabulary
+from .own_vocabulary import HotVocabulary, OwnVocabulary, unsupported_ids
 from .runtime import Runtime
 from .support import draft_model_has_its_own_head, unsupported_drafts
 
@@ -77,6 +79,8 @@ class Drafts:
         self._rows: RowBuffers | None = None
         self._head: Head | None = None  # with scratch and a screen of its own
         self._own: OwnVocabulary | None = None  # where some of the target's ids are drafted
+        self._learned: LearnedVocabulary | None = None  # where they are while it is in use
+        self.no_graphs_reason: str | None = None  # why graphs are captured of one vocabulary alone
         self._max_rows = 0  # rows that are drawn at once
 
     def attach(self, worker: Any, *args: Any, **kwargs: Any) -> None:
@@ -103,6 +107,8 @@ class Drafts:
         else:
             words = f"greedy: {not_coupled}"
         how = "without logits" if self._own is None else f"through logits of {self._own.words}"
+        if self._learned is not None:
+            how += f", {self._learned.words}"
         logger.info("flashsample: drafts come from hidden states, %s; they are %s", how, words)
 
     def _unsupported(self, worker: Any, processors: list[Any]) -> str | None:
@@ -139,7 +145,7 @@ class Drafts:
             state.update(self._max_rows)
         token_ids = _own_token_ids(worker)
         if token_ids is None:
-            self._own = self.runtime.draft_vocabulary = hot_vocabulary(state.head.lm_head, self._max_rows)
+            self._use(hot_vocabulary(state.head.lm_head, self._max_rows, self.no_graphs_reason))
         elif text(DRAFT_VOCAB_VARIABLE) != ALL_IDS:
             logger.warning("flashsample: %s does nothing: the draft model has some of the ids", DRAFT_VOCAB_VARIABLE)
         self._head = state.head.twin(self._max_rows if is_shared and self._own is None else 0)
@@ -151,6 +157,19 @@ class Drafts:
         else:
             self._head.screen = None if state.screen is None or state.screen.stopped else state.screen.pin()
         self._rows = RowBuffers.allocate(self._max_requests, self._head.lm_head.weight.device)
+
+    def _use(self, vocabulary: HotVocabulary | None) -> None:
+        self.runtime.draft_vocabulary = vocabulary
+        if isinstance(vocabulary, LearnedVocabulary):
+            self._learned = vocabulary
+            self.runtime.watch_tokens(vocabulary.watch)
+        else:
+            self._own = vocabulary
+
+    def capture(self, runner: Any, *args: Any, **kwargs: Any) -> None:
+        """Before a runner of SGLang's captures a graph of drafts."""
+        if self._learned is not None and not isinstance(runner.backend, BothGraphs):
+            runner.backend = BothGraphs(runner.backend, self._learned)
 
     def load(self, worker: Any, batch: Any, *args: Any, **kwargs: Any) -> None:
         """Before ``EAGLEWorkerV2.forward_batch_generation``: the parameters of this batch's rows. A batch that SGLang
@@ -238,10 +257,12 @@ class Drafts:
             state.update(1)
         if state.head.lm_head is not self._head.lm_head:  # the model has got another weight
             self._head.replace(state.head.lm_head)
-        for start in range(0, len(hidden), self._max_rows):
-            rows = slice(start, start + self._max_rows)
+        own, max_rows = self._own, self._max_rows
+        if self._learned is not None and self._learned.in_use:
+            own, max_rows = self._learned, self._learned.max_rows
+        for start in range(0, len(hidden), max_rows):
+            rows = slice(start, start + max_rows)
             part = params.rows(rows.start, rows.stop)
-            own = self._own
             drawn.append(self._head.draw(hidden[rows], part).token_ids if own is None else own.draw(hidden[rows], part))
         return drawn[0] if len(drawn) == 1 else torch.cat(drawn)
 
@@ -265,6 +286,8 @@ class Drafts:
 
     def _stop(self, reason: str) -> None:
         self.runtime.draws_drafts = False
+        if self._learned is not None:
+            self._learned.stop()
         if self._rows is not None:
             with contextlib.suppress(Exception):
                 self._rows.temperature.zero_()  # graphs that are captured already go on reading it

@@ -27,6 +27,7 @@ Where drafts are drawn (``drafts.Drafts``):
     EagleDraftWorker.init_cuda_graphs          a forward hook on the draft model's LogitsProcessor
     EAGLEWorkerV2.forward_batch_generation     temperatures and seeds of the step's batch
     draft_topk1_postprocess                    a draft into the chain
+    EAGLEDraft(Extend)CudaGraphRunner          CUDA graphs of drafts, where the drafted ids change (``draft_graphs.py``)
 
 Where SGLang describes itself: ``Scheduler.get_internal_state``, which ``/server_info`` shows. Where it has nothing to
 do: ``Scheduler.on_idle``, which brings the counters up to date.
@@ -51,6 +52,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from ..switches import DRAFT_VOCAB_VARIABLE, LEARNED_IDS, text
 from . import versions
 from .batch import (
     BATCH_ATTRIBUTE,
@@ -304,7 +306,19 @@ def install_drafts(drafts: Drafts) -> str | None:
         return "; ".join(reasons)
     functions: list[tuple[Callable, Any]] = [(drafts.attach, HookType.BEFORE), (drafts.load, HookType.BEFORE)]
     functions.append((drafts.add_to_chain, HookType.AROUND))
+    if text(DRAFT_VOCAB_VARIABLE) == LEARNED_IDS:
+        drafts.no_graphs_reason = _install_draft_graphs(drafts)
     return apply_hooks(dict(zip(versions.DRAFT_TARGETS, functions, strict=True)))
+
+
+def _install_draft_graphs(drafts: Drafts) -> str | None:
+    """Register and apply the hooks of CUDA graphs of drafts. Returns why these stay those of one vocabulary, None when
+    every hook landed."""
+    from sglang.srt.plugins.hook_registry import HookType
+
+    targets = versions.DRAFT_GRAPH_TARGETS
+    reasons = [reason for target in targets if (reason := versions.unsupported_target(target, targets[target]))]
+    return "; ".join(reasons) or apply_hooks({target: (drafts.capture, HookType.BEFORE) for target in targets})
 
 
 def install_prompt_hooks(runtime: Runtime) -> None:

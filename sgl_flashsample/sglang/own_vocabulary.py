@@ -8,23 +8,19 @@ the ids which the rows stand for (``kernels/sample_own_ids.py``).
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import numpy as np
 import torch
 
-from ..files import BadFileError, first_line, one_line
+from ..files import BadFileError, one_line
 from ..head import Head
-from ..hot_vocab import MAPPED_SHARE, HotVocab
+from ..hot_vocab import MAPPED_SHARE, HotVocab, most_frequent
 from ..kernels.config import cdiv
 from ..kernels.params import BatchParams, LMHead
 from ..kernels.rng import GROUP_SIZE
 from ..kernels.sample_own_ids import OwnIds
-from ..switches import ALL_IDS, DRAFT_VOCAB_VARIABLE, text
 from .screen_lifecycle import lack_of_memory
-
-logger = logging.getLogger("sgl_flashsample")
 
 MAX_ROWS = 256  # drawn at a time: their logits are in memory of their own
 MEMORY_SHARE = 0.5  # of the free memory that a copy may take: SGLang's CUDA graphs are still to come
@@ -78,46 +74,53 @@ class OwnVocabulary:
 
 
 class HotVocabulary(OwnVocabulary):
-    """Drafts of the ids that a file of counts has as the most frequent, from a copy of their rows. The rows are zeros
-    until ``follow`` writes them.
+    """Drafts of some ids of a draft model that has all, from a copy of their rows. The rows are zeros until ``follow``
+    writes them.
 
-    lm_head: of a draft model that has all ids. file: of ``HotVocab``; where it counts fewer ids, the lowest others are
-    added, which tokenizers give to what is frequent.
-
-    Raises BadFileError for a file that cannot be read, or counts ids that the draft model does not have, RuntimeError
-    where too little memory is free.
+    lm_head: of the draft model. token_ids: ``[H]`` int64, ascending. words, status: for the log, and facts for
+    ``Runtime.status``. Raises RuntimeError where too little memory is free.
     """
 
-    def __init__(self, lm_head: LMHead, file: str, max_rows: int) -> None:
-        counts, vocab_size, weight = HotVocab.load(file), lm_head.vocab_size, lm_head.weight
+    def __init__(
+        self, lm_head: LMHead, token_ids: np.ndarray, max_rows: int, words: str, status: dict[str, Any]
+    ) -> None:
+        weight, size = lm_head.weight, len(token_ids)
+        num_bytes = size * (weight.shape[1] * weight.itemsize + (0 if lm_head.scale is None else 4))
+        if (reason := lack_of_memory(num_bytes, weight.device, MEMORY_SHARE)) is not None:
+            raise RuntimeError(reason)
+        self._words = f"{words}, a copy of {num_bytes:,} bytes"
+        self._status = {**status, "ids": size, "bytes": num_bytes}
+        self._source: tuple[LMHead | None, int] = None, 0  # what ``follow`` has last copied
+        with torch.inference_mode(False):  # else what is written later could not be written to outside of that mode
+            self._weight = weight.new_zeros(size, weight.shape[1])
+            self._scale = None if lm_head.scale is None else lm_head.scale.new_zeros(size)
+            head = Head(self._rows_of(lm_head), announces_changes=True)
+            super().__init__(head, torch.from_numpy(token_ids), lm_head.vocab_size, max_rows, draws_rows=False)
+
+    @classmethod
+    def of_file(cls, lm_head: LMHead, file: str, max_rows: int) -> HotVocabulary:
+        """Of the ids that a file of ``HotVocab`` has as the most frequent; where it counts fewer ids, the lowest others
+        are added, which tokenizers give to what is frequent. Raises BadFileError for a file that cannot be read, or
+        counts ids that the draft model does not have, RuntimeError where too little memory is free."""
+        counts, vocab_size, name = HotVocab.load(file), lm_head.vocab_size, one_line(file)
         seen = np.flatnonzero(counts.ids)
         if seen[-1] >= vocab_size:
-            raise BadFileError(f"{one_line(file)} counts id {seen[-1]}; expected ids from 0 to {vocab_size - 1}")
+            raise BadFileError(f"{name} counts id {seen[-1]}; expected ids from 0 to {vocab_size - 1}")
         per_id = np.zeros(vocab_size, dtype=np.int64)
         per_id[seen] = counts.ids[seen]
-        # Whole groups of columns: rows of logits are then aligned, without which a GEMM is slow.
-        self._size = min(vocab_size, GROUP_SIZE * cdiv(max(1, int(MAPPED_SHARE * vocab_size)), GROUP_SIZE))
-        hot = HotVocab.of_ids(per_id).most_frequent(self._size)
-        self._file, self._covers = one_line(file), int(per_id[hot].sum()) / counts.counted
-        self._num_bytes = self._size * (weight.shape[1] * weight.itemsize + (0 if lm_head.scale is None else 4))
-        if (reason := lack_of_memory(self._num_bytes, weight.device, MEMORY_SHARE)) is not None:
-            raise RuntimeError(reason)
-        with torch.inference_mode(False):  # else they could not be written to outside of that mode
-            self._weight = weight.new_zeros(self._size, weight.shape[1])
-            self._scale = None if lm_head.scale is None else lm_head.scale.new_zeros(self._size)
-        self._source: tuple[LMHead | None, int] = None, 0  # what ``follow`` has last copied
-        head = Head(self._rows_of(lm_head), announces_changes=True)
-        super().__init__(head, torch.from_numpy(hot), vocab_size, max_rows, draws_rows=False)
+        hot = most_frequent(per_id, hot_size(vocab_size))
+        covers = int(per_id[hot].sum()) / counts.counted
+        words = f"the {len(hot):,} most frequent ids of {name} ({100 * covers:.1f} % of its tokens)"
+        return cls(lm_head, hot, max_rows, words, {"file": name, "covers": covers})
 
     @property
     def words(self) -> str:
-        facts = f"{100 * self._covers:.1f} % of its tokens, a copy of {self._num_bytes:,} bytes"
-        return f"the {self._size:,} most frequent ids of {self._file} ({facts})"
+        return self._words
 
     @property
-    def status(self) -> dict[str, Any]:
+    def status(self) -> dict[str, Any] | None:
         """Facts for ``Runtime.status``."""
-        return {"file": self._file, "ids": self._size, "covers": self._covers, "bytes": self._num_bytes}
+        return self._status
 
     def _rows_of(self, lm_head: LMHead) -> LMHead:
         """The copy, with logits as those of ``lm_head``."""
@@ -139,19 +142,12 @@ class HotVocabulary(OwnVocabulary):
         self._source = lm_head, changes
 
 
+def hot_size(vocab_size: int) -> int:
+    """H, the ids of a hot vocabulary: whole groups of columns, so that rows of logits are aligned, without which a GEMM
+    is slow."""
+    return min(vocab_size, GROUP_SIZE * cdiv(max(1, int(MAPPED_SHARE * vocab_size)), GROUP_SIZE))
+
+
 def _bytes_of(weight: torch.Tensor) -> torch.Tensor:
     """A quantised weight as bytes, which every PyTorch selects."""
     return weight.view(torch.uint8) if weight.itemsize == 1 else weight
-
-
-def hot_vocabulary(lm_head: LMHead, max_rows: int) -> HotVocabulary | None:
-    """The hot vocabulary that ``FLASHSAMPLE_DRAFT_VOCAB`` asks for; None where all ids are drafted."""
-    file = text(DRAFT_VOCAB_VARIABLE)
-    if file == ALL_IDS:
-        return None
-    try:
-        return HotVocabulary(lm_head, file, max_rows)
-    except Exception as error:  # memory, a file, or what else a server must start without
-        reason = str(error) if isinstance(error, BadFileError) else first_line(error)
-        logger.warning("flashsample: drafts are of the whole vocabulary (%s): %s", DRAFT_VOCAB_VARIABLE, reason)
-        return None

@@ -6,9 +6,11 @@ import dataclasses
 import functools
 import logging
 import time
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import msgspec
+import numpy as np
 import torch
 
 from .. import __version__
@@ -707,6 +709,12 @@ class Runtime:
             self._race_screens([prepared])
         self.draft_head = prepared
         return None
+
+    def watch_tokens(self, watcher: Callable[[np.ndarray], None]) -> None:
+        """``TokenCounts.watch``, by the counter that there is or a new one."""
+        if self.token_counts is None:
+            self.token_counts = token_counts.TokenCounts()
+        self.token_counts.watch(watcher)
 
     def count_verified(
         self,

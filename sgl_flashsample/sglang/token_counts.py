@@ -1,4 +1,5 @@
-"""Counts the tokens that this server draws into a file of ``hot_vocab.HotVocab``, if ``FLASHSAMPLE_TRACE`` names one.
+"""Counts the tokens that this server draws: into a file of ``hot_vocab.HotVocab``, if ``FLASHSAMPLE_TRACE`` names one,
+and for who ``watch``es them.
 
 A step does one thing more: it starts a copy of its token ids to pinned memory and goes on. A thread sees them arrive
 (each slot holds ``_EMPTY`` until then), so it makes no CUDA call that could wait for a step or break a capture. Nobody
@@ -12,13 +13,16 @@ import logging
 import os
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import IO
 
+import numpy as np
 import torch
 
 from ..files import hold, one_line, write_whole
 from ..hot_vocab import HotVocab
-from ..switches import TRACE_VARIABLE, text
+from ..switches import DRAFT_VOCAB_VARIABLE, TRACE_VARIABLE, text
 
 logger = logging.getLogger("sgl_flashsample")
 
@@ -32,8 +36,8 @@ _EMPTY = torch.iinfo(torch.int64).min
 class TokenCounts:
     """Adds the tokens that are drawn from now on to the counts that ``file`` holds from earlier runs.
 
-    name: the model's. Raises ValueError where ``file`` is of another model or another process writes it, OSError
-    where it cannot be written.
+    file: None where none is written. name: the model's. Raises ValueError where ``file`` is of another model or another
+    process writes it, OSError where it cannot be written.
     """
 
     @classmethod
@@ -58,17 +62,15 @@ class TokenCounts:
             logger.warning("flashsample: drawn tokens are not counted (%s): %s", TRACE_VARIABLE, reason)
             return None
 
-    def __init__(self, file: Path, name: str) -> None:
+    def __init__(self, file: Path | None = None, name: str = "") -> None:
         self.file, self.name = file, name
         self.disabled = False
         self.dropped = 0  # ids that found no free slot
-        lock_file = hold(file.with_name(f".{file.name}.lock"))
-        if lock_file is None:  # among replicas with one environment, the first counts
-            raise ValueError(f"another process counts into {file}")
-        self._lock_file = lock_file
-        self._earlier = HotVocab.load(file) if os.path.lexists(file) else None
-        if self._earlier is not None and name and self._earlier.name not in ("", name):
-            raise ValueError(f"{file} is of {self._earlier.name}, not of {name}; expected a file for each model")
+        self._lock_file: IO[str] | None = None
+        self._earlier: HotVocab | None = None
+        self._watcher: Callable[[np.ndarray], None] | None = None
+        if file is not None:
+            self._open(file, name)
         self._slots = torch.full((CAPACITY,), _EMPTY, dtype=torch.int64, pin_memory=torch.cuda.is_available())
         self._added = self.counted = self._written = 0  # ids since the start; those added but not counted have slots
         self._counts = torch.zeros(0, dtype=torch.int64)  # [V], from the first step on
@@ -77,7 +79,21 @@ class TokenCounts:
         self._thread = threading.Thread(target=self._run, name="flashsample-token-counts", daemon=True)
         self._thread.start()
         atexit.register(self.close)
-        logger.info("flashsample: counting the drawn tokens into %s", file)
+        if file is not None:
+            logger.info("flashsample: counting the drawn tokens into %s", file)
+
+    def _open(self, file: Path, name: str) -> None:
+        self._lock_file = hold(file.with_name(f".{file.name}.lock"))
+        if self._lock_file is None:  # among replicas with one environment, the first counts
+            raise ValueError(f"another process counts into {file}")
+        self._earlier = HotVocab.load(file) if os.path.lexists(file) else None
+        if self._earlier is not None and name and self._earlier.name not in ("", name):
+            raise ValueError(f"{file} is of {self._earlier.name}, not of {name}; expected a file for each model")
+
+    def watch(self, watcher: Callable[[np.ndarray], None]) -> None:
+        """Call ``watcher`` with the ids that are counted from now on, ``[N]`` int64, in the order of their steps: in a
+        thread of its own."""
+        self._watcher = watcher
 
     def add(self, token_ids: torch.Tensor, vocab: int) -> None:
         """Count the ids of one step (``[B]``), drawn from a vocabulary of ``vocab``. Waits for nothing; raises
@@ -108,7 +124,8 @@ class TokenCounts:
         """Count and write what has arrived; let another process count into the file."""
         self._stop.set()
         self._thread.join(5)
-        self._lock_file.close()
+        if self._lock_file is not None:
+            self._lock_file.close()
 
     def _run(self) -> None:
         try:
@@ -134,10 +151,12 @@ class TokenCounts:
         self._counts += torch.bincount(known, minlength=len(self._counts))
         self._slots[places[: len(arrived)]] = _EMPTY
         self.counted += len(arrived)  # only now: a step may write there again
+        if self._watcher is not None:
+            self._watcher(known.numpy())
         return len(arrived)
 
     def _write(self) -> None:
-        if self.counted == self._written:
+        if self.file is None or self.counted == self._written:
             return
         self._write_time = time.monotonic()
         try:
@@ -157,4 +176,5 @@ class TokenCounts:
             self._warn(f"counts no tokens any more: {type(error).__name__}: {one_line(str(error), 300)}")
 
     def _warn(self, text: str) -> None:
-        logger.warning("flashsample: %s %s; answers are not affected", TRACE_VARIABLE, text)
+        variable = DRAFT_VOCAB_VARIABLE if self.file is None else TRACE_VARIABLE
+        logger.warning("flashsample: %s %s; answers are not affected", variable, text)

@@ -62,6 +62,13 @@ DRAFT_TARGETS: dict[str, tuple[str, ...]] = {
         "draft_token_column",
     ),
 }
+# Targets in such a server whose drafts change their vocabulary: each captures one of SGLang's CUDA graphs of drafts.
+DRAFT_GRAPH_TARGETS: dict[str, tuple[str, ...]] = {
+    "sglang.srt.speculative.eagle_draft_cuda_graph_runner.EAGLEDraftCudaGraphRunner.capture_one_shape": ("self",),
+    "sglang.srt.speculative.eagle_draft_extend_cuda_graph_runner.EAGLEDraftExtendCudaGraphRunner.capture_one_shape": (
+        "self",
+    ),
+}
 READ_CALLS: dict[str, tuple[str, ...]] = {
     "sglang.srt.layers.logits_processor.LogitsProcessor.forward": (
         "self",

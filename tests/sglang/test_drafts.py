@@ -584,7 +584,7 @@ def test_a_hot_vocabulary_is_drafted_with_the_noise_of_its_ids_from_a_copy_of_th
     assert (want != whole.argmax(-1).tolist()) == (drafting is DraftMode.COUPLED), "some rows are drawn"
     assert whole.argmax(-1).tolist() != head.logits(states).argmax(-1).tolist(), "other ids are not drafted"
     num_bytes = 96 * states.shape[1] * 4
-    words = f"the 96 most frequent ids of {hot_file} (100.0 % of its tokens, a copy of {num_bytes:,} bytes)"
+    words = f"the 96 most frequent ids of {hot_file} (100.0 % of its tokens), a copy of {num_bytes:,} bytes"
     assert f"through logits of {words}; they are {drafting.value}" in caplog.text
     status = {"file": str(hot_file), "ids": 96, "covers": 1.0, "bytes": num_bytes}
     assert hot.runtime.status["draft_vocabulary"] == status
@@ -596,7 +596,7 @@ def test_a_hot_vocabulary_has_the_most_frequent_ids_and_says_what_they_cover(dev
     scale = 1 + torch.rand(len(weight), generator=torch.Generator().manual_seed(3)).to(device)
     lm_head = LMHead(weight, vocab_size=VOCAB, scale=scale, hidden_dtype=torch.float16)
     ids = torch.arange(VOCAB)
-    vocabulary = own_vocabulary.HotVocabulary(lm_head, str(counts_file(tmp_path, ids)), 4)
+    vocabulary = own_vocabulary.HotVocabulary.of_file(lm_head, str(counts_file(tmp_path, ids)), 4)
     vocabulary.follow(lm_head, 0)
     hidden = torch.randn(4, weight.shape[1], generator=torch.Generator().manual_seed(4)).to(device, torch.float16)
     logits = ((hidden.float() @ weight.float().T) * scale).half().float()[:, :VOCAB]
@@ -610,7 +610,7 @@ def test_a_hot_vocabulary_of_a_few_ids_has_all_of_them(device, tmp_path):
     """15 % of them are less than one."""
     lm_head = LMHead(weights(device, dtype=torch.float32), vocab_size=6)
     file = counts_file(tmp_path, torch.tensor([5]), 6)
-    assert own_vocabulary.HotVocabulary(lm_head, str(file), 4).status["ids"] == 6
+    assert own_vocabulary.HotVocabulary.of_file(lm_head, str(file), 4).status["ids"] == 6
 
 
 @pytest.mark.parametrize("drafting", [DraftMode.COUPLED, DraftMode.GREEDY])
