@@ -234,6 +234,32 @@ def test_one_process_counts_into_a_file_and_its_end_lets_another_one(file):
     TokenCounts(file, "m").close()
 
 
+def test_a_watcher_gets_the_ids_that_are_counted_in_the_order_of_their_steps_without_a_file(monkeypatch, tmp_path):
+    monkeypatch.setattr(token_counts, "LOOK_SECONDS", 0.01)
+    monkeypatch.chdir(tmp_path)
+    counts, seen = TokenCounts(), []
+    counts.add(torch.tensor([5]), V)
+    until(lambda: counts.counted == 1)
+    counts.watch(lambda ids: seen.extend(ids.tolist()))
+    for ids in ([7, 6], [-1, 9], [8, V]):
+        counts.add(torch.tensor(ids), V)
+    until(lambda: counts.counted == 7)
+    counts.close()
+    assert seen == [7, 6, 9, 8] and not list(tmp_path.iterdir())
+
+
+def test_a_watcher_that_fails_is_one_warning_and_the_server_goes_on(monkeypatch, caplog):
+    monkeypatch.setattr(token_counts, "LOOK_SECONDS", 0.01)
+    counts = TokenCounts()
+    counts.watch(lambda ids: 1 / 0)
+    for _ in range(2):
+        counts.add(torch.tensor([1]), V)
+        until(lambda: counts.disabled)
+    counts.close()
+    (record,) = caplog.records
+    assert "FLASHSAMPLE_DRAFT_VOCAB counts no tokens any more: ZeroDivisionError" in record.message
+
+
 # --- whether a server counts at all
 
 
