@@ -7,7 +7,7 @@ import functools
 import logging
 import re
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +24,12 @@ from test_speculation import CHAIN, Original, verification
 from sgl_flashsample import sample_from_logits
 from sgl_flashsample.hot_vocab import HotVocab
 from sgl_flashsample.kernels.params import BatchParams, LMHead
+from sgl_flashsample.kernels.sample_own_ids import OwnIds
 from sgl_flashsample.kernels.workspace import ScreenCounter
 from sgl_flashsample.selfcheck import MAX_COMPILED_ROWS
-from sgl_flashsample.sglang import own_vocabulary
+from sgl_flashsample.sglang import own_vocabulary, token_counts
 from sgl_flashsample.sglang.batch import BATCH_ATTRIBUTE, SLOTS_ATTRIBUTE, batch_of
+from sgl_flashsample.sglang.draft_graphs import BothGraphs
 from sgl_flashsample.sglang.drafts import DRAFT_VOCAB_VARIABLE, DRAFTS_VARIABLE, DraftMode, Drafts, start
 from sgl_flashsample.sglang.draw import launch
 from sgl_flashsample.sglang.head import HeadState
@@ -692,6 +694,289 @@ def test_a_draft_model_with_some_of_the_ids_keeps_them_and_the_log_says_so(serve
     (line,) = [record.message for record in caplog.records]
     assert line == "flashsample: FLASHSAMPLE_DRAFT_VOCAB does nothing: the draft model has some of the ids"
     assert kept.runtime.draws_drafts and kept.runtime.draft_vocabulary is None
+
+
+# --- ids that are learned from the tokens of requests ----------------------------------------------------------------
+
+WINDOW = VOCAB // 8  # tokens
+FREQUENT = range(200, 240)
+
+
+@pytest.fixture
+def learning(server, monkeypatch) -> Iterator[Callable[..., Server]]:
+    """Makes servers whose drafts are of learned ids."""
+    monkeypatch.setenv(DRAFT_VOCAB_VARIABLE, "auto")
+    made = []
+
+    def make(**options: Any) -> Server:
+        made.append(server(**options))
+        return made[-1]
+
+    yield make
+    for one in made:
+        if one.runtime.token_counts is not None:
+            one.runtime.token_counts.close()
+
+
+def answered(drafting: Server, ids: Iterable[int], windows: int = 1) -> None:
+    """The server's requests have got tokens with these ids."""
+    drafting.runtime.draft_vocabulary.watch(np.resize(np.array([*ids]), windows * WINDOW))
+
+
+def drafted_ids(drafting: Server, states: torch.Tensor, lm_head: Any, ids: list[int] | None = None) -> bool:
+    """Whether greedy drafts are the likeliest of these ids, of all by default."""
+    logits = states.float() @ lm_head.weight.float()[:VOCAB].T
+    if ids is not None:
+        logits = only(torch.tensor(ids, device=logits.device), logits)
+    drafts = drafting.decode(states).argmax(-1)
+    assert drafting.computed == 0
+    return torch.equal(drafts, logits.argmax(-1))
+
+
+LEARNED = sorted({*FREQUENT, *range(96 - len(FREQUENT))})  # and the lowest others
+
+
+@resizes_nothing
+@pytest.mark.parametrize("drafting", [DraftMode.COUPLED, DraftMode.GREEDY])
+def test_drafts_are_of_all_ids_until_some_cover_the_tokens_of_requests_and_again_when_none_do(
+    learning, head, hidden, info_of, device, drafting, caplog
+):
+    with caplog.at_level(logging.INFO):
+        server = learning(mode=drafting)
+        info = info_of([request(str(row), sampling_seed=row, **params) for row, params in enumerate(MIXED)])
+        states = 0.3 * hidden(len(MIXED))
+
+        def drafts() -> list[int]:
+            server.load(info)
+            return server.decode(states).argmax(-1).tolist()
+
+        def of(logits: torch.Tensor) -> list[int]:
+            if drafting is DraftMode.GREEDY:
+                return logits.argmax(-1).tolist()
+            return drawn(logits, TEMPERATURES, list(range(len(MIXED))), [FIRST + 1] * len(MIXED))
+
+        whole = head.logits(states)
+        some, others = (
+            only(torch.tensor([*FREQUENT, *rest], device=device), whole)
+            for rest in (range(96 - len(FREQUENT)), range(300, 396 - len(FREQUENT)))
+        )
+        assert of(whole) != of(some) != of(others) != of(whole)
+        status = {"file": None, "ids": 96, "covers": 1.0, "bytes": 96 * states.shape[1] * 4}
+        steps = [
+            ([], of(whole), None),
+            (FREQUENT, of(whole), None),
+            (FREQUENT, of(some), status),
+            (range(300, 300 + WINDOW), of(whole), None),
+            (FREQUENT, of(others), status),
+        ]
+        for ids, want, facts in steps:
+            if len(ids):
+                answered(server, ids)
+            assert drafts() == want and drafts() == want and server.computed == 0
+            assert server.runtime.status["draft_vocabulary"] == facts
+    lines = [record.message.removeprefix("flashsample: drafts ") for record in caplog.records]
+    start, *changes = [line for line in lines if "ids" in line]
+    words = f"without logits, of the 96 most frequent ids once {WINDOW} tokens or more are counted"
+    assert words in start and start.count("they are " + drafting.value)
+    assert changes == [
+        f"are of 96 frequent ids, adopted: they cover 100.0 % of the last {WINDOW} tokens",
+        f"are of the whole vocabulary, 96 frequent ids are given up: others cover 0.0 % of the last {WINDOW} tokens, "
+        "those so far 0.0 %",
+        f"are of 96 frequent ids, adopted: they cover 100.0 % of the last {WINDOW} tokens",
+    ]
+
+
+def test_tokens_of_requests_are_counted_for_drafts_without_a_file(learning, hidden, head, monkeypatch, caplog):
+    """Those that verifications accept; a step takes over what the counting thread has chosen."""
+    monkeypatch.setattr(token_counts, "LOOK_SECONDS", 0.01)
+    server, states = learning(mode=DraftMode.GREEDY), hidden(REQUESTS)
+    counts = server.runtime.token_counts
+    for _ in range(2):
+        counts.add(torch.tensor(np.resize(np.array(FREQUENT), WINDOW)), VOCAB)
+    counts.close()
+    assert not server.runtime.draft_vocabulary.in_use
+    server.load(None)
+    assert drafted_ids(server, states, head.state.lm_head, LEARNED)
+    assert server.runtime.draft_vocabulary.in_use and not caplog.records
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["the target's head", "its own"])
+def test_the_copy_of_learned_ids_follows_the_weight_and_changes_in_its_place(learning, head, hidden, device, own):
+    """A set that is chosen while weights change waits for their end."""
+    state = make_state(device, seed=9, dtype=torch.float32) if own else head.state
+    server, states = learning(lm_head=state.lm_head, mode=DraftMode.GREEDY), hidden(REQUESTS)
+    vocabulary = server.runtime.draft_vocabulary
+    places = [tensor.data_ptr() for tensor in (vocabulary._weight, *vocabulary._ids.operands[:4])]
+    server.runtime.weights_settled = False
+    answered(server, FREQUENT, 2)
+    server.load(None)
+    assert not vocabulary.in_use and drafted_ids(server, states, state.lm_head)
+    server.runtime.weights_settled = True
+    server.load(None)
+    assert drafted_ids(server, states, state.lm_head, LEARNED)
+    version = vocabulary._weight._version
+    server.load(None)
+    assert vocabulary._weight._version == version, "nothing has changed"
+    server.runtime.weights_change()
+    write_unseen(state, weights(device, 10))
+    server.load(None)
+    assert drafted_ids(server, states, state.lm_head, LEARNED)
+    answered(server, [*FREQUENT, 300], 8)
+    server.load(None)
+    assert drafted_ids(server, states, state.lm_head, sorted({*FREQUENT, 300, *range(95 - len(FREQUENT))}))
+    assert [tensor.data_ptr() for tensor in (vocabulary._weight, *vocabulary._ids.operands[:4])] == places
+
+
+def test_a_set_that_cannot_be_taken_over_leaves_drafts_of_all_ids_and_the_log_says_so_once(
+    learning, head, hidden, monkeypatch, caplog
+):
+    server, states = learning(mode=DraftMode.GREEDY), hidden(REQUESTS)
+    answered(server, FREQUENT, 2)
+    server.load(None)
+    monkeypatch.setattr(OwnIds, "replace", functools.partial(raise_error, torch.OutOfMemoryError("no room")))
+    for ids in (range(300, 300 + WINDOW), FREQUENT, FREQUENT):
+        answered(server, ids)
+        server.load(None)
+        assert drafted_ids(server, states, head.state.lm_head)
+    (line,) = [record.message for record in caplog.records]
+    words = (
+        "drafts are of the whole vocabulary (FLASHSAMPLE_DRAFT_VOCAB): until restart, after OutOfMemoryError: no room"
+    )
+    assert line == f"flashsample: {words}" and server.runtime.draws_drafts
+
+
+def test_learned_ids_are_not_used_after_a_failure_of_drafts(learning, script, hidden):
+    """Graphs that were captured already go on: those of all ids."""
+    server = learning()
+    answered(server, FREQUENT, 2)
+    server.load(None)
+    assert server.runtime.draft_vocabulary.in_use
+    server.drafts.load(None, object())
+    assert not server.runtime.draws_drafts and not server.runtime.draft_vocabulary.in_use
+
+
+def test_where_ids_cannot_be_learned_all_are_drafted_and_nothing_is_counted(learning, monkeypatch, caplog):
+    server = learning(attach=False)
+    server.drafts.no_graphs_reason = "a hook did not land"
+    server.drafts.attach(server.worker)
+    (line,) = [record.message for record in caplog.records]
+    words = "drafts are of the whole vocabulary (FLASHSAMPLE_DRAFT_VOCAB): RuntimeError: a hook did not land"
+    assert line == f"flashsample: {words}"
+    assert server.runtime.draws_drafts and server.runtime.token_counts is None
+
+
+@pytest.mark.parametrize("drafting", [DraftMode.COUPLED, DraftMode.GREEDY])
+def test_a_draft_model_with_some_of_the_ids_learns_none(learning, device, caplog, drafting):
+    ids = OWN_IDS.to(device)
+    lm_head = make_head(weights(device, seed=9, dtype=torch.float32)[ids])
+    kept = learning(lm_head=lm_head, vocab_size=len(ids), hot_token_id=ids, mode=drafting)
+    (line,) = [record.message for record in caplog.records]
+    assert line == "flashsample: FLASHSAMPLE_DRAFT_VOCAB does nothing: the draft model has some of the ids"
+    assert kept.runtime.draws_drafts and kept.runtime.token_counts is None
+
+
+class Backend:
+    """As SGLang's graph backend: runs what it captures, and replays what that returned."""
+
+    def __init__(self) -> None:
+        self.captured: dict[Any, Any] = {}
+        self.failing: list[Exception] = []
+
+    def capture_one(self, shape_key: Any, forward_fn: Callable[[], Any], *args: Any, **kwargs: Any) -> None:
+        if self.captured and self.failing:
+            raise self.failing.pop()
+        self.captured[shape_key] = forward_fn()
+
+    def can_run(self, forward_batch: Any, shape_key: Any) -> bool:
+        return shape_key in self.captured
+
+    def replay(self, shape_key: Any, forward_batch: Any) -> Any:
+        return self.captured[shape_key]
+
+
+def shape_keys() -> list[Any]:
+    from sglang.srt.model_executor.runner.shape_key import ShapeKey
+
+    return [ShapeKey(size=4), ShapeKey(size=8), ShapeKey(size=8, variant_label="greedy")]
+
+
+def test_each_graph_of_drafts_is_captured_of_all_ids_and_of_learned_ones_and_a_step_replays_what_is_in_use(learning):
+    server = learning()
+    vocabulary = server.runtime.draft_vocabulary
+    runner = types.SimpleNamespace(backend=Backend())
+    inner = runner.backend
+    for key in shape_keys():
+        server.drafts.capture(runner, key.size)
+        runner.backend.capture_one(key, lambda key=key: (key, vocabulary.in_use), capture_inputs=None)
+        assert runner.backend._backend is inner, "it is not put around twice"
+        assert runner.backend.can_run(None, key) and not vocabulary.in_use
+    assert len(inner.captured) == 2 * len(shape_keys())
+    for ids, in_use in ((FREQUENT, False), (FREQUENT, True), (range(300, 300 + WINDOW), False)):
+        answered(server, ids)
+        server.load(None)
+        assert [runner.backend.replay(key, None) for key in shape_keys()] == [(key, in_use) for key in shape_keys()]
+
+
+def test_graphs_that_are_captured_again_in_the_middle_are_of_both_too(learning):
+    """As after a change of weights, while learned ids are in use."""
+    server = learning()
+    answered(server, FREQUENT, 2)
+    server.load(None)
+    vocabulary, backend, key = server.runtime.draft_vocabulary, Backend(), shape_keys()[0]
+    both = BothGraphs(backend, vocabulary)
+    both.capture_one(key, lambda: vocabulary.in_use)
+    assert vocabulary.in_use and sorted(backend.captured.values()) == [False, True]
+    assert both.replay(key, None) is True
+
+
+def test_a_graph_of_learned_ids_that_cannot_be_captured_leaves_those_of_all_ids(learning, caplog):
+    server, backend, key = learning(), Backend(), shape_keys()[0]
+    vocabulary = server.runtime.draft_vocabulary
+    backend.failing.append(torch.OutOfMemoryError("no room"))
+    both = BothGraphs(backend, vocabulary)
+    both.capture_one(key, lambda: vocabulary.in_use)
+    answered(server, FREQUENT, 2)
+    server.load(None)
+    assert both.replay(key, None) is False and list(backend.captured) == [key]
+    (line,) = [record.message for record in caplog.records]
+    assert line.endswith("(FLASHSAMPLE_DRAFT_VOCAB): until restart, after OutOfMemoryError: no room")
+
+
+def test_a_server_whose_ids_are_not_learned_has_one_graph_of_each_batch_size(server):
+    runner = types.SimpleNamespace(backend=(backend := Backend()))
+    server().drafts.capture(runner, 4)
+    assert runner.backend is backend
+
+
+@pytest.mark.gpu
+def test_captured_passes_draw_the_learned_ids_that_a_step_has_taken_over(learning, hidden, info_of, device):
+    """Both graphs once, as SGLang captures them; sets change between their replays."""
+
+    class Graphs(Backend):
+        def capture_one(self, shape_key: Any, forward_fn: Callable[[], Any], *args: Any) -> None:
+            forward_fn()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                drafts = forward_fn()
+            self.captured[shape_key] = graph, drafts
+
+        def replay(self, shape_key: Any, forward_batch: Any) -> torch.Tensor:
+            graph, drafts = self.captured[shape_key]
+            graph.replay()
+            return drafts.clone()
+
+    server, states, key = learning(), 0.3 * hidden(REQUESTS), shape_keys()[0]
+    server.load(info_of(requests_at(1.0, REQUESTS)))
+    batch = forward_batch("DECODE", torch.full((REQUESTS,), FIRST, device=device), REQUESTS)
+    both = BothGraphs(Graphs(), server.runtime.draft_vocabulary)
+    both.capture_one(key, lambda: server.call(batch, states).tokens)
+    seen = []
+    for ids in (FREQUENT, FREQUENT, range(300, 300 + WINDOW), range(500, 540), range(500, 540)):
+        answered(server, ids)
+        server.load(info_of(requests_at(1.0, REQUESTS)))
+        assert torch.equal(both.replay(key, batch), server.call(batch, states).argmax(-1))
+        seen.append(server.runtime.draft_vocabulary.in_use)
+    assert seen == [False, True, False, False, True]
 
 
 @pytest.mark.gpu

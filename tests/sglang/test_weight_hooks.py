@@ -33,6 +33,7 @@ from sgl_flashsample.sglang.drafts import DraftMode, Drafts
 from sgl_flashsample.sglang.hooks import MANAGER, READING_METHODS, UPDATER, WRITING_METHODS, StepHooks, WeightHooks
 from sgl_flashsample.sglang.row_table import RowTable
 from sgl_flashsample.sglang.runtime import Runtime
+from sgl_flashsample.switches import DRAFT_VOCAB_VARIABLE
 
 
 class Manager:
@@ -232,8 +233,10 @@ def test_every_target_of_this_sglang_is_known():
 
 
 INSTALL = """
+import os
 import pkgutil
 import types
+os.environ["FLASHSAMPLE_DRAFT_VOCAB"] = "auto"
 from sgl_flashsample.sglang import hooks, versions
 from sgl_flashsample.sglang.batch import Batch
 from sgl_flashsample.sglang.drafts import Drafts, DraftMode
@@ -242,7 +245,8 @@ assert reason is None, reason
 for install in (hooks.install, hooks.install_weight_hooks, hooks.install_speculation, hooks.install_replicas):
     reason = install(types.SimpleNamespace(metrics=None))
     assert reason is None, reason
-reason = hooks.install_drafts(Drafts(types.SimpleNamespace(), DraftMode.COUPLED))
+drafts = Drafts(types.SimpleNamespace(), DraftMode.COUPLED)
+reason = hooks.install_drafts(drafts) or drafts.no_graphs_reason
 assert reason is None, reason
 hooks.install_arrival_hook(types.SimpleNamespace())
 hooks.install_prompt_hooks(types.SimpleNamespace())
@@ -305,6 +309,17 @@ def test_what_is_looked_for_is_what_is_hooked_and_where_one_is_missing_nothing_i
     assert install(DRAFTS) == "; ".join(f"no {target}" for target in (*targets, *others))
     registry.missing.clear()
     assert install(DRAFTS) is None and registry.hooked.keys() == targets.keys()
+
+
+def test_graphs_of_drafts_are_hooked_where_their_ids_are_learned_and_what_is_missing_is_no_harm(registry, monkeypatch):
+    monkeypatch.setenv(DRAFT_VOCAB_VARIABLE, "auto")
+    drafts, (first, second) = Drafts(None, DraftMode.COUPLED), versions.DRAFT_GRAPH_TARGETS
+    registry.missing = {second}
+    assert hooks.install_drafts(drafts) is None and drafts.no_graphs_reason == f"no {second}"
+    assert registry.hooked.keys() == versions.DRAFT_TARGETS.keys()
+    registry.missing.clear()
+    assert hooks.install_drafts(drafts) is None and drafts.no_graphs_reason is None
+    assert registry.hooked[first] == registry.hooked[second] == (drafts.capture, "before")
 
 
 def test_of_a_function_with_two_names_the_one_that_this_sglang_has_is_hooked(registry):
