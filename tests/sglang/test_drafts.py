@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import logging
 import re
+import time
 import types
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -1304,3 +1305,40 @@ def test_a_servers_tokens_do_not_depend_on_its_drafts_and_coupled_ones_are_accep
     assert min(rates["eagle"], rates["mtp"]) > 0.8, "their hidden states are almost the target's"
     assert rates["map"] > 0.6, "an eighth of the ids is not drafted"
     assert rates["hot"] > 0.6, "the ids of these answers are drafted"
+
+
+@needs_sglang
+@pytest.mark.server
+@pytest.mark.full
+@pytest.mark.skipif(torch.cuda.is_available(), reason="near-ties of bfloat16 are looked at by the benchmark")
+def test_a_servers_tokens_are_the_same_while_it_learns_the_ids_of_its_drafts_and_gives_them_up(tmp_path):
+    """Through traffic of a few ids, then of many. Drafts of a few ids are accepted as often as those of all where the
+    answers have them."""
+    size = markov.SIZES["tiny"]
+    markov.write(tmp_path / "tiny", size)
+    drafters.write_eagle(tmp_path / "eagle", size)
+    arguments = ["--speculative-algorithm", "EAGLE", "--speculative-draft-model-path", str(tmp_path / "eagle")]
+    traffic = {"few": {"temperature": 0.0}, "many": {"temperature": 3.0}}
+    asked = ["few", "few", "many", "many"]
+    answers: dict[str, list[list[dict]]] = {}
+    for name, more in {"none": [], "learned": [*SPECULATING, *arguments]}.items():
+        environment = {DRAFT_VOCAB_VARIABLE: "auto"} | INTERPRETED if more else {}
+        more = ["--disable-radix-cache", *more]
+        with server_of(tmp_path / "tiny", size.dtype, name=name, arguments=more, environment=environment) as server:
+            answers[name] = []
+            for turn, kind in enumerate(asked):
+                rows = [
+                    {**traffic[kind], "sampling_seed": 16 * turn + row, "max_new_tokens": LONG, "ignore_eos": True}
+                    for row in range(8)
+                ]
+                ids = [[5 + row % 2, 300, 7] for row in range(8)]
+                answers[name].append(server.generate(input_ids=ids, sampling_params=rows))
+                time.sleep(2 * token_counts.LOOK_SECONDS)  # its tokens are counted
+            changes = server.log_lines("flashsample: drafts are of ")
+    for turn, (alone, drafted) in enumerate(zip(answers["none"], answers["learned"], strict=True)):
+        assert [a["output_ids"] for a in alone] == [a["output_ids"] for a in drafted], (turn, asked[turn])
+    print([accepted(each) for each in answers["learned"]], changes)
+    kinds = [re.search("adopted|renewed|given up", line).group() for line in changes]
+    assert kinds[0] == "adopted" and "given up" in kinds
+    first, second = (accepted(answers["learned"][turn]) for turn in (0, 1))
+    assert second > first - 0.05
