@@ -67,7 +67,8 @@ environment (1 may also be spelt true, yes or on, and 0 false, no or off):
                            of several draft heads; unset: on one GPU, with one draft head or NGRAM
   FLASHSAMPLE_DRAFTS       then, coupled (default): drafts with the noise of the target's tokens; greedy: the likeliest
                            tokens; stock: SGLang's own drafts
-  FLASHSAMPLE_DRAFT_VOCAB  all (default), or a file of FLASHSAMPLE_TRACE: draft its most frequent tokens alone
+  FLASHSAMPLE_DRAFT_VOCAB  all (default); auto: draft the most frequent tokens alone, as long as they cover what
+                           requests get; or a file of FLASHSAMPLE_TRACE: its most frequent tokens
   FLASHSAMPLE_ANY_SGLANG   1: also try SGLang versions that this release does not know
   FLASHSAMPLE_TRACE        a file: count the drawn tokens into it (sgl-flashsample trace --help)
 """
