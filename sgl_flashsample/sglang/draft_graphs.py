@@ -29,6 +29,8 @@ class BothGraphs:
         vocabulary = self._vocabulary
         with vocabulary.used(False):
             self._backend.capture_one(shape_key, forward, *args, **kwargs)
+        if vocabulary.stopped:
+            return
         try:
             with vocabulary.used(True):
                 self._backend.capture_one(_of_learned(shape_key), forward, *args, **kwargs)

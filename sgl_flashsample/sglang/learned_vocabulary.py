@@ -29,13 +29,13 @@ logger = logging.getLogger("sgl_flashsample")
 class LearnedVocabulary(HotVocabulary):
     """A hot vocabulary whose ids change while the server runs.
 
-    in_use: the ids are drafted; False while all are. lm_head: of a draft model that has all ids. Raises RuntimeError
-    where too little memory is free.
+    in_use: the ids are drafted; False while all are. stopped: all are until restart. lm_head: of a draft model that has
+    all ids. Raises RuntimeError where too little memory is free.
     """
 
     def __init__(self, lm_head: LMHead, max_rows: int) -> None:
         size = hot_size(lm_head.vocab_size)
-        self.in_use, self._stopped = False, False
+        self.in_use, self.stopped = False, False
         self._choice = HotChoice(lm_head.vocab_size, size)
         self._changes: collections.deque[Change] = collections.deque(maxlen=1)  # the thread adds, a step takes
         words = f"of the {size:,} most frequent ids once {self._choice.window:,} tokens or more are counted"
@@ -53,7 +53,7 @@ class LearnedVocabulary(HotVocabulary):
         """Take over the last change that the tokens have made; then as for any hot vocabulary, while it is in use.
         After a failure all ids are drafted."""
         try:
-            if self._changes and not self._stopped:
+            if self._changes and not self.stopped:
                 self._take(self._changes.pop())
             if self.in_use:
                 super().follow(lm_head, changes)
@@ -81,13 +81,13 @@ class LearnedVocabulary(HotVocabulary):
         try:
             yield
         finally:
-            self.in_use = before and not self._stopped
+            self.in_use = before and not self.stopped
 
     def stop(self, reason: str | None = None) -> None:
         """Draft all ids until restart. reason: for the log."""
-        if reason is not None and not self._stopped:
+        if reason is not None and not self.stopped:
             _announce_whole(f"until restart, after {reason}")
-        self._stopped, self.in_use = True, False
+        self.stopped, self.in_use = True, False
 
 
 def hot_vocabulary(lm_head: LMHead, max_rows: int, no_graphs_reason: str | None) -> HotVocabulary | None:

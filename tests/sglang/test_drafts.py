@@ -931,14 +931,15 @@ def test_graphs_that_are_captured_again_in_the_middle_are_of_both_too(learning):
 
 
 def test_a_graph_of_learned_ids_that_cannot_be_captured_leaves_those_of_all_ids(learning, caplog):
-    server, backend, key = learning(), Backend(), shape_keys()[0]
+    server, backend, (key, other, _) = learning(), Backend(), shape_keys()
     vocabulary = server.runtime.draft_vocabulary
     backend.failing.append(torch.OutOfMemoryError("no room"))
     both = BothGraphs(backend, vocabulary)
     both.capture_one(key, lambda: vocabulary.in_use)
+    both.capture_one(other, lambda: vocabulary.in_use)
     answered(server, FREQUENT, 2)
     server.load(None)
-    assert both.replay(key, None) is False and list(backend.captured) == [key]
+    assert both.replay(key, None) is False and list(backend.captured) == [key, other]
     (line,) = [record.message for record in caplog.records]
     assert line.endswith("(FLASHSAMPLE_DRAFT_VOCAB): until restart, after OutOfMemoryError: no room")
 
