@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import hashlib
 import io
+import re
 import subprocess
 import tokenize
 from collections.abc import Iterable, Iterator
@@ -21,14 +22,29 @@ UNKNOWN = "unknown"
 CHOICES = ("defaults", "dispatch", "kinds", "paths")  # modules that choose a configuration and launch it
 IN_HOST_MEMORY = ("cpu_loops", "cpu_path")
 NOT_TIMED = ("reference",)
+OF_DRAFTS = ("follow_drafts", "sample_own_ids")  # kernels that run with speculative decoding alone
+OF_RANKS = ("merge_logprobs", "merge_ranks", "peer_memory")  # kernels that run on several GPUs alone
+CPU, GPU, DRAFTS, RANKS = "cpu", "gpu", "gpu, drafts", "gpus"
+NOT_RUN = {GPU: (*OF_DRAFTS, *OF_RANKS), DRAFTS: OF_RANKS, RANKS: ()}  # by place
+
+
+def place_of(name: str) -> str:
+    """Where a result file of this name was measured: on a CPU, on one GPU, there with drafts, or on several GPUs."""
+    card, _, benchmark = name.removesuffix(".json").rpartition("-")
+    if not card:
+        return CPU
+    if re.search(r"x\d+(-|$)", card):
+        return RANKS
+    return DRAFTS if benchmark == "speculation" else GPU
 
 
 def drawing_code(place: str) -> list[Path]:
-    """The files that decide how a "gpu" or a "cpu" draws, and how fast."""
+    """The files that decide how tokens are drawn in a place of ``place_of``, and how fast."""
     package = ROOT / "sgl_flashsample"
-    if place == "cpu":
+    if place == CPU:
         return [package / f"{name}.py" for name in IN_HOST_MEMORY]
-    kernels = sorted(path for path in (ROOT / "kernels").glob("*.py") if path.stem not in NOT_TIMED)
+    others = (*NOT_TIMED, *NOT_RUN[place])
+    kernels = sorted(path for path in (ROOT / "kernels").glob("*.py") if path.stem not in others)
     built_in = sorted((package / "tables").glob("builtin-*.json"))
     return [*kernels, *(package / f"{name}.py" for name in CHOICES), *built_in]
 
@@ -70,7 +86,7 @@ def _comments(source: str) -> Iterator[Span]:
 
 def state() -> dict[str, object]:
     """The facts that a result file records of this tree."""
-    code = {place: fingerprint(drawing_code(place)) for place in ("gpu", "cpu")}
+    code = {place: fingerprint(drawing_code(place)) for place in (CPU, *NOT_RUN)}
     return {"commit": commit(), "drawing_code": code}
 
 

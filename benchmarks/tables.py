@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from sources import drawing_code, fingerprint
+from sources import drawing_code, fingerprint, place_of
 
 from sgl_flashsample.autotune.race import Ratio
 from sgl_flashsample.tools.comparison import ALPHA
@@ -645,7 +645,7 @@ def _gains(over: list[float]) -> str:
 
 @functools.cache
 def current(place: str) -> str:
-    """Fingerprint of this tree's code that draws there: "gpu" or "cpu"."""
+    """Fingerprint of this tree's code that draws there, a place of ``place_of``."""
     return fingerprint(drawing_code(place))
 
 
@@ -659,7 +659,7 @@ def runs_of(data: dict[str, Any]) -> list[Row]:
 
 def with_this_code(file: Path) -> bool:
     """True if every run of a result file was made with the code that draws in this tree."""
-    place = "cpu" if file.stem.endswith("cpu") else "gpu"
+    place = place_of(file.name)
     return all(run.get("drawing_code", {}).get(place) == current(place) for run in runs_of(read(file)))
 
 

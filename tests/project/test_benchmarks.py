@@ -1087,6 +1087,9 @@ def test_committed_results_say_on_what_they_were_measured(load):
 
 
 SERVER = {"model": "qwen3-8b", "section": "stock", "run": 0}
+PLACES = ("cpu", "gpu", "gpu, drafts", "gpus")
+OF_RANKS = {"merge_logprobs.py", "merge_ranks.py", "peer_memory.py"}
+OF_DRAFTS = {"follow_drafts.py", "sample_own_ids.py"}
 ENV = {"device": "NVIDIA H200", "torch": "2", "triton": "3", "date": "2026-01-01", "command": "python run.py"}
 
 
@@ -1336,13 +1339,13 @@ def test_a_result_records_its_versions_its_commit_and_the_code_that_draws_and_no
     assert result.data["sections"]["a"].keys() >= {"commit", "drawing_code"}
     run = result.run
     assert re.fullmatch(r"[0-9a-f]{40}(, changed)?|unknown", run["commit"])
-    assert run["drawing_code"] == {place: load("tables").current(place) for place in ("gpu", "cpu")}
+    assert run["drawing_code"] == {place: load("tables").current(place) for place in PLACES}
     assert str(ROOT) not in json.dumps(run)
 
 
 def test_a_result_of_other_kernels_or_of_unknown_ones_is_named(load, tmp_path):
     tables = load("tables")
-    code = {place: tables.current(place) for place in ("gpu", "cpu")}
+    code = {place: tables.current(place) for place in PLACES}
     fresh, old = {"drawing_code": code, "commit": "c"}, {"drawing_code": code | {"gpu": "0"}, "commit": "c"}
     row = {"run": 1}
     write_results(tmp_path, "serve", [row], runs=[ENV | old, ENV | fresh])
@@ -1392,11 +1395,34 @@ def test_a_fingerprint_is_of_code_and_not_of_comments(load, tmp_path):
     assert fingerprint(code.replace("2 * x", "3 * x")) != fingerprint(code) != fingerprint(code.replace("# b", "# c"))
 
 
-def test_the_code_that_draws_is_every_kernel_and_what_chooses_one(load):
-    names = {path.name for path in load("sources").drawing_code("gpu")}
+@pytest.mark.parametrize(
+    ("file", "without"),
+    [
+        ("h200x2-serve.json", set()),
+        ("h200-speculation.json", OF_RANKS),
+        ("h200-kernels.json", OF_RANKS | OF_DRAFTS),
+        ("h200-hot-path.json", OF_RANKS | OF_DRAFTS),
+    ],
+)
+def test_the_code_that_draws_is_every_kernel_that_a_file_can_have_run_and_what_chooses_one(load, file, without):
+    sources = load("sources")
+    names = {path.name for path in sources.drawing_code(sources.place_of(file))}
     kernels = {path.name for path in (ROOT / "kernels").glob("*.py")}
-    assert names >= kernels - {"reference.py"} | {"dispatch.py", "defaults.py", "builtin-sm90-2byte.json"}
-    assert {path.name for path in load("sources").drawing_code("cpu")} == {"cpu_loops.py", "cpu_path.py"}
+    assert names & kernels == kernels - {"reference.py"} - without
+    assert names >= {"dispatch.py", "defaults.py", "builtin-sm90-2byte.json"}
+
+
+def test_the_code_that_draws_on_a_cpu_is_its_loops(load):
+    sources = load("sources")
+    names = {path.name for path in sources.drawing_code(sources.place_of("cpu.json"))}
+    assert names == {"cpu_loops.py", "cpu_path.py"}
+
+
+def test_no_other_kernel_imports_those_of_drafts_or_of_ranks():
+    own = OF_RANKS | OF_DRAFTS
+    for file in (ROOT / "kernels").glob("*.py"):
+        used = set(re.findall(r"^from \.(\w+) import", file.read_text(), re.M)) if file.name not in own else set()
+        assert used.isdisjoint({Path(name).stem for name in own}), file.name
 
 
 def test_the_tables_name_everything_that_is_measured(load):
