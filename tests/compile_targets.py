@@ -121,8 +121,8 @@ def loaded_arguments(ttir: str) -> list[str]:
 def built_in_launches(capability: int, choices: str) -> Iterator[tuple[str, Callable[[], Any]]]:
     """A name for, and the launch of, built-in choices of the device's family. choices: "full" for all of them with the
     features they are for; "each" for every kind and every configuration, but not every pair of them, with features
-    of few; "first" for, of 2-byte heads, the first of each kind and path, but of truncation only with edits, and the
-    first for plain batches of a quantised head."""
+    of few; "first" for, of 2-byte heads, the first of each kind and path that wide ones take, but of truncation only
+    with edits, and the first for plain batches of a quantised head."""
     from sgl_flashsample.defaults import builtin_table, truncation_config
     from sgl_flashsample.invariant import tile_of
     from sgl_flashsample.kernels.config import ReadConfig, ScreenConfig, TileConfig
@@ -146,7 +146,11 @@ def built_in_launches(capability: int, choices: str) -> Iterator[tuple[str, Call
         truncation = truncation_config(family, itemsize, VOCAB)
         usual_screen = None if itemsize == 1 else UnwrittenScreen(head, 64)  # 0.6 GB that take a while to clear
         seen: set[Any] = set()
-        for entry in builtin_table(family, itemsize).entries:
+        entries = builtin_table(family, itemsize).entries
+        widest = {(one.kind, one.path, one.rows): one for one in sorted(entries, key=lambda one: one.min_hidden)}
+        for entry in entries:
+            if first and entry is not widest[entry.kind, entry.path, entry.rows]:
+                continue
             config = entry.configuration
             kind = KIND_NAMES[entry.kind].launched(config)
             wanted = {(kind, config)} if full else {(kind, path_of(config))} | (set() if first else {config})
