@@ -8,6 +8,7 @@ the attention and one set of buffers. The second graph is one more variant.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -42,5 +43,6 @@ class BothGraphs:
         return self._backend.replay(key, *args, **kwargs)
 
 
+@functools.cache  # of every step, of as many keys as there are graphs
 def _of_learned(shape_key: Any) -> Any:
     return dataclasses.replace(shape_key, variant_label=f"{shape_key.variant_label or ''}-flashsample-learned")

@@ -99,7 +99,7 @@ class HotVocabulary(OwnVocabulary):
 
     @classmethod
     def of_file(cls, lm_head: LMHead, file: str, max_rows: int) -> HotVocabulary:
-        """Of the ids that a file of ``HotVocab`` has as the most frequent; where it counts fewer ids, the lowest others
+        """The vocabulary of the most frequent ids of a ``HotVocab`` file; where it counts fewer ids, the lowest others
         are added, which tokenizers give to what is frequent. Raises BadFileError for a file that cannot be read, or
         counts ids that the draft model does not have, RuntimeError where too little memory is free."""
         counts, vocab_size, name = HotVocab.load(file), lm_head.vocab_size, one_line(file)

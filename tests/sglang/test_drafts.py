@@ -788,7 +788,7 @@ def test_drafts_are_of_all_ids_until_some_cover_the_tokens_of_requests_and_again
 
 
 def test_tokens_of_requests_are_counted_for_drafts_without_a_file(learning, hidden, head, monkeypatch, caplog):
-    """Those that verifications accept; a step takes over what the counting thread has chosen."""
+    """The ids that verifications accept; a step takes over what the counting thread has chosen."""
     monkeypatch.setattr(token_counts, "LOOK_SECONDS", 0.01)
     server, states = learning(mode=DraftMode.GREEDY), hidden(REQUESTS)
     counts = server.runtime.token_counts
