@@ -204,7 +204,7 @@ class Decider:
         for rows in plan.sizes_of(kind):
             if rows not in self._decided(kind) and self.context.left() > 0:
                 yield from self._decide(kind, rows)
-        if plan.effort.transfer and self.context.left() > 0:
+        if self.context.left() > 0:
             yield from self._transfer(kind)
 
     def _decided(self, kind: BatchKind) -> dict[int, Entry]:
@@ -382,7 +382,12 @@ class Decider:
             if rows is None or self.context.left() <= 0 or rows in raced:
                 continue
             served = large.configuration
-            if small.configuration == served == plan.default(rows, kind):
+            default = plan.default(rows, kind)
+            if small.configuration == served == default:
+                continue
+            # A fused tile takes as long for some of its rows as for all, a GEMM does not.
+            fused_for_logits = path_of(served) is SamplingPath.FUSED and path_of(default) is SamplingPath.LOGITS
+            if not plan.effort.transfer and not fused_for_logits:
                 continue
             outcome = yield from self._race(kind, rows, [served, small.configuration])
             if outcome is None or key_of(served) not in outcome.verdict.standings:

@@ -62,7 +62,8 @@ BYTES_PER_SECOND = 3e12
 class Effort:
     """budget: seconds of the whole run. share: the part of it that the search may take. cap: configurations per study.
     proposed: the least share of them that the sampler proposes. finalists: per study in a race. transfer: also race
-    between two batch sizes. baselines: race FlashInfer too."""
+    between all batch sizes; else only below one where the fused pass has beaten a built-in GEMM. baselines: race
+    FlashInfer too."""
 
     name: str
     budget: float

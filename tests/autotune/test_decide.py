@@ -28,11 +28,13 @@ from tune_examples import (
 
 from sgl_flashsample.autotune.decide import FLASHINFER_LABEL, MAX_TRIES, Decider
 from sgl_flashsample.autotune.labels import key_of, label_of
-from sgl_flashsample.autotune.plan import EFFORTS, Plan
+from sgl_flashsample.autotune.plan import EFFORTS, Plan, StudyKey
 from sgl_flashsample.autotune.race import GAIN_TOLERANCE, RECORDED_ROUNDS, gains_apart
+from sgl_flashsample.autotune.space import LOGITS
 from sgl_flashsample.autotune.staleness import Compilers
 from sgl_flashsample.autotune.tables import check
 from sgl_flashsample.autotune.writer import TableWriter
+from sgl_flashsample.kinds import SamplingPath, path_of
 from sgl_flashsample.tables.lookup import load_table
 from sgl_flashsample.tables.schema import Table
 
@@ -227,6 +229,21 @@ def test_what_lies_between_two_sizes_gets_one_of_its_own_where_it_matters(tmp_pa
     assert event["inserted"] and event["regret"] == pytest.approx(0.5, abs=0.02)
     again = Decided(tmp_path, log=decided.context.log.events, **between)
     assert again.asked == [] and again.done == 2, "what a log says is not raced again"
+
+
+def test_a_quick_run_races_between_two_sizes_where_the_fused_pass_took_the_larger_one_from_a_gemm(tmp_path, between):
+    decided = Decided(tmp_path, **between | {"plan": QUICK})
+    assert path_of(between["finalists"][0]) is SamplingPath.FUSED
+    assert decided.table.sizes("plain") == [64, 160, 256] and decided.table.confirmed["plain"].rows == [160]
+
+
+def test_a_quick_run_races_nothing_between_two_sizes_on_the_path_of_the_built_in_choice(tmp_path):
+    reader = next(c for c in QUICK.space(StudyKey(LOGITS, PLAIN, 0)).first() if c != QUICK.default(256, PLAIN))
+    costs = {label_of(reader, PLAIN): {"64": 600.0, "256": 300.0}}
+    device = {"costs": costs, "model": {"us": 500.0, "rugged": 0.05}}
+    decided = Decided(tmp_path, [PLAIN], [reader], sizes=(64, 256), **device)
+    assert [entry.configuration for entry in decided.table.entries if entry.rows == 256] == [reader]
+    assert decided.table.sizes("plain") == [64, 256] and not decided.context.log.of("transfer")
 
 
 def test_a_race_between_two_sizes_is_of_its_effort_and_is_over_once_its_outcome_is_in_the_table(tmp_path, between):
