@@ -538,8 +538,9 @@ def tuned(folder: Path) -> str:
                 over[size["kind"]].append(size["us"] / size["default_us"])
             heads[name] = over
             if (swept := results.section("tuning", "sweep").get(head)) is not None:
-                worst = max((race["off"] for race in swept["raced"] if race["slower"]), default=0.0)
-                slower = f"slower in {swept['slower']} of {swept['places']} places, by at most {100 * worst:.1f} %"
+                lost = [race["off"] for race in swept["raced"] if race["slower"]]
+                most = f", by at most {100 * max(lost):.1f} %" if lost else ""
+                slower = f"slower in {swept['slower']} of {swept['places']} places{most}"
                 words.append(f"Between the measured sizes the choices of {name} are {slower}.")
     if not heads:
         return NOT_MEASURED
@@ -631,13 +632,12 @@ def answers(folder: Path) -> Table | None:
 
 
 def _gains(over: list[float]) -> str:
-    """The mean gain over the sizes of one kind; the sizes with another choice than the built-in one, and their largest
-    gain."""
+    """The mean gain over the sizes of one kind, and the largest; in how many sizes the choice is not the built-in
+    one."""
     if not over:
         return ""
     mean, other = statistics.fmean(1 - ratio for ratio in over), sum(ratio != 1.0 for ratio in over)
-    most = f", at most {100 * (1 - min(over)):.1f} %" if other else ""
-    return f"{100 * mean:.1f} % ({other} of {len(over)} sizes{most})"
+    return f"{100 * mean:.1f} % ({100 * (1 - min(over)):.1f} %; {other} of {len(over)})" if other else "0"
 
 
 # --- conditions and age ---------------------------------------------------------------------------------------------

@@ -1145,15 +1145,19 @@ def test_a_tuned_table_has_its_gains_per_kind_and_its_losses_between_sizes(load,
         for kind, rows, us in (("plain", 1, 100.0), ("plain", 2, 90.0), ("plain", 4, 95.0), ("plain+screen", 1, 99.5))
     ]
     raced = [{"slower": True, "off": 0.012}, {"slower": False, "off": 0.5}]
-    head = "151936x4096"
-    sections = {"replay": {head: {"sizes": sizes}}, "sweep": {head: {"slower": 1, "places": 285, "raced": raced}}}
+    sizes.append({"kind": "greedy", "rows": 1, "us": 100.0, "default_us": 100.0})
+    head, other = "151936x4096", "201088x2880"
+    sweeps = {head: {"slower": 1, "places": 285, "raced": raced}, other: {"slower": 0, "places": 9, "raced": raced[1:]}}
+    sections = {"replay": {head: {"sizes": sizes}, other: {"sizes": sizes[:1]}}, "sweep": sweeps}
     write_results(tmp_path, "tuning", [], sections=sections)
     text = load("tables").SECTIONS["tuned"](tmp_path)
-    assert text.splitlines()[2:4] == [
-        "| temperature | 5.0 % (2 of 3 sizes, at most 10.0 %) |",
-        "| temperature, with a screen | 0.5 % (1 of 1 sizes, at most 0.5 %) |",
+    assert text.splitlines()[2:5] == [
+        "| temperature | 5.0 % (10.0 %; 2 of 3) | 0 |",
+        "| temperature, with a screen | 0.5 % (0.5 %; 1 of 1) |  |",
+        "| greedy | 0 |  |",
     ]
-    assert text.endswith("of H200, 151936x4096 are slower in 1 of 285 places, by at most 1.2 %.")
+    assert "of H200, 151936x4096 are slower in 1 of 285 places, by at most 1.2 %." in text
+    assert text.endswith("of H200, 201088x2880 are slower in 0 of 9 places.")
 
 
 def test_our_paths_are_compared_with_the_fastest_rival_of_each_cell_and_lost_cells_are_named(load, tmp_path):
