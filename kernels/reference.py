@@ -254,6 +254,18 @@ def token_scores_ref(
     return torch.where(tempered > float("-inf"), score, float("-inf")).view(num_rows, -1)[:, :width]
 
 
+def best_ids_ref(
+    logits: torch.Tensor, temperature: torch.Tensor, seed: torch.Tensor, position: torch.Tensor, number: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The ids with the largest scores of each row of ``[B, V]`` float64 ``logits``, and these: ``[B, number]`` int64
+    and float64. The score of a greedy row's id is its logit. Where a row has fewer ids its first one stands again, with
+    minus infinity."""
+    greedy = (temperature <= 0)[:, None]
+    sampled = token_scores_ref(logits, torch.where(temperature > 0, temperature, 1.0), seed, position)
+    best, ids = torch.where(greedy, logits, sampled).topk(number)
+    return torch.where(best > float("-inf"), ids, ids[:, :1]), best
+
+
 def truncated_sample_ref(
     logits: torch.Tensor,
     temperature: torch.Tensor,

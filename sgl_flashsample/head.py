@@ -12,8 +12,10 @@ from . import paths, selfcheck
 from .cpu_path import draws_in_host_memory, unsupported_by_machine
 from .defaults import HeadTraits
 from .dispatch import DispatchTable, default_table, reading_table
+from .draft_children import children_of_hidden, children_of_own_ids
 from .flashinfer_path import FlashInferError, give_up, unsupported_batch
 from .kernels.config import ReadConfig
+from .kernels.draft_children import Children
 from .kernels.params import BatchParams, LMHead, LogitsSpec, SampleOutput
 from .kernels.sample_own_ids import OwnIds
 from .kernels.workspace import LogprobWorkspace, Workspace
@@ -205,6 +207,23 @@ class Head:
             config = table.lookup(num_rows, kind)
             return paths.launch(config, hidden, params, self._parts_for(num_rows), return_logprob=return_logprob)
 
+    def draw_children(self, hidden: torch.Tensor, params: BatchParams, number: int) -> Children:
+        """The token that ``draw`` gives each row, and the ids that are next best at its perturbed scores, for a tree of
+        drafts (``kernels/draft_children.py``): ``number`` ids, 2 to 8.
+
+        hidden, params: as in ``draw``, without a truncation and edits. No screen serves it. Never synchronises. Raises
+        ValueError as ``draw``, for another number, and for a batch-invariant head.
+        """
+        check_rows("hidden", hidden)
+        check_params(params)
+        lm_head = self.lm_head
+        self._table.check(lm_head)
+        if lm_head.batch_invariant:
+            raise ValueError("the head is batch-invariant; expected one whose batches take any configuration")
+        config = self._table.lookup(len(hidden), BatchKind.of(params))
+        with paths.on_device_of(hidden):
+            return children_of_hidden(config, hidden, params, self._parts_for(len(hidden)), number)
+
     def _parts_for(self, num_rows: int) -> paths.Parts:
         """Without the kept scratch where that is for fewer rows: captured graphs go on using it."""
         return self._parts if num_rows <= self.max_rows or not self.max_rows else self._parts._replace(workspace=None)
@@ -349,6 +368,16 @@ class Head:
         spec = self._spec_of_rows(own.vocab_size)
         scratch = self._scratch_of_rows(len(logits), spec)
         return paths.read_own_ids(logits, own, spec, params, None if scratch is None else scratch.draw)
+
+    def draw_children_of_own_ids(self, logits: torch.Tensor, own: OwnIds, params: BatchParams, number: int) -> Children:
+        """``draw_children`` of the ids in ``own``, from logits as in ``draw_from_own_ids``. Raises ValueError as that,
+        and for another number."""
+        check_rows("logits", logits)
+        check_params(params)
+        spec = self._spec_of_rows(own.vocab_size)
+        scratch = self._scratch_of_rows(len(logits), spec)
+        workspace = None if scratch is None else scratch.draw
+        return children_of_own_ids(logits, own, spec, params, number, workspace)
 
     def _scratch_of_rows(self, num_rows: int, spec: LogitsSpec) -> LogprobScratch | None:
         kept = self._rows_scratch

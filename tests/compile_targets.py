@@ -217,18 +217,24 @@ def launches_beside_a_draw(choices: str) -> Iterator[tuple[str, Callable[[], Any
 
 
 def own_id_launches() -> Iterator[tuple[str, Callable[[], Any]]]:
-    """The launches that draw from logits of some of the ids, with columns in their order and in any."""
+    """The launches that draw from logits of some of the ids, with columns in their order and in any, and those of the
+    next best ids of a draw."""
+    from sgl_flashsample.kernels.draft_children import Splits, best_ids
     from sgl_flashsample.kernels.params import BatchParams, LogitsSpec
     from sgl_flashsample.kernels.sample_own_ids import OwnIds
+    from sgl_flashsample.kernels.workspace import Workspace
     from sgl_flashsample.paths import read_own_ids
 
-    ids, row = torch.arange(0, VOCAB, 7), torch.zeros(2, dtype=torch.int64)
+    ids, row, spec = torch.arange(0, VOCAB, 7), torch.zeros(2, dtype=torch.int64), LogitsSpec(VOCAB)
+    params = BatchParams(torch.ones(2), row, row)
     for in_order in (True, False):
         own = OwnIds(ids, VOCAB, in_order=in_order)
         logits = torch.zeros(2, len(ids), dtype=torch.bfloat16)
         name = f"draw from {len(ids)} ids, {'in order' if in_order else 'in any order'}"
-        params = BatchParams(torch.ones(2), row, row)
-        yield name, functools.partial(read_own_ids, logits, own, LogitsSpec(VOCAB), params)
+        yield name, functools.partial(read_own_ids, logits, own, spec, params)
+    for number, most in itertools.product((2, 4), (264, 1056)):
+        splits, workspace = Splits(5, most), Workspace(10, torch.device("cpu"))
+        yield f"{number} children", functools.partial(best_ids, workspace, splits, params, spec, number)
 
 
 def found_by_rank(num_rows: int, k: int, num_ids: int, offset: int = 0) -> tuple[Any, Any, torch.Tensor]:

@@ -5,6 +5,11 @@ keeps a draft where that is the token that the target draws (``speculation.py``)
 temperature, with the noise of that token, is more often the target's token than the draft model's most likely one is
 (Daliri, Musco and Suresh, arXiv 2408.07978). The tokens do not depend on the drafts.
 
+With ``--speculative-eagle-topk`` above 1 the drafts are a tree. The children of a node are the ids with the best
+perturbed scores of the draft model: its draw, and those that the target draws most likely where it does not draw that
+one. SGLang's builder keeps the nodes with the largest products of probabilities; it gets, for the softmax of the
+draft model, how likely the target draws each child.
+
 SGLang takes the largest logit of its draft model in several places, some of them in its own CUDA graphs. When the draft
 model's LogitsProcessor returns, the drafts are known. It returns a stand-in for the logits, ``DraftLogits``, whose
 largest one in each row is the draft. A graph reads temperatures and seeds in buffers that never move, and each step of
@@ -39,6 +44,12 @@ from .support import draft_model_has_its_own_head, unsupported_drafts
 logger = logging.getLogger("sgl_flashsample")
 
 _METADATA = 3  # the place of ``logits_metadata`` among the arguments of ``LogitsProcessor.forward``
+# The chance of a child is _CEILING times the softmax of _SHARPNESS times the scores of all children of its node. Both
+# are the middle of what fits trees of made and of small trained models in simulations.
+_CEILING, _SHARPNESS = 0.9, 1.5
+
+
+_Drawn = tuple[torch.Tensor, torch.Tensor | None]  # ids and chances of ``DraftLogits``
 
 
 class DraftMode(enum.StrEnum):
@@ -74,6 +85,7 @@ class Drafts:
     def __init__(self, runtime: Runtime, mode: DraftMode) -> None:
         self.runtime, self.mode = runtime, mode
         self._max_requests = self._num_nodes = 0
+        self._num_children = 1  # of a node; 1 in a chain
         self._batch: Batch | None = None  # the batch whose parameters are loaded; None: all rows are greedy
         # The parameters of the requests. Graphs of SGLang's read them for as long as the process lives.
         self._rows: RowBuffers | None = None
@@ -109,6 +121,8 @@ class Drafts:
         how = "without logits" if self._own is None else f"through logits of {self._own.words}"
         if self._learned is not None:
             how += f", {self._learned.words}"
+        if self._num_children > 1:
+            how += f", trees of up to {self._num_children} children per node"
         logger.info("flashsample: drafts come from hidden states, %s; they are %s", how, words)
 
     def _unsupported(self, worker: Any, processors: list[Any]) -> str | None:
@@ -138,6 +152,7 @@ class Drafts:
         state = self.runtime.draft_head
         assert state is not None
         self._max_requests, self._num_nodes = worker.req_to_token_pool.size, worker.speculative_num_draft_tokens
+        self._num_children = worker.topk
         # A draft extend may compute all nodes of a request.
         self._max_rows = min(self._max_requests * self._num_nodes, MAX_COMPILED_ROWS)
         is_shared = state in self.runtime.heads  # whose scratch is replaced when a batch outgrows it
@@ -237,10 +252,11 @@ class Drafts:
             pass
         except Exception as error:  # in the steps before a capture, or outside of any
             self._stop(f"until restart, after {type(error).__name__}: {error}")
-        output.next_token_logits = plain(lazy) if drafts is None else DraftLogits.of(lazy, drafts)
+        output.next_token_logits = plain(lazy) if drafts is None else DraftLogits.of(lazy, *drafts)
 
-    def _draw(self, lazy: LazyLogits, forward_batch: Any) -> torch.Tensor | None:
-        """``[N]`` int64: the draft of each row; None for a pass that drafts nothing."""
+    def _draw(self, lazy: LazyLogits, forward_batch: Any) -> _Drawn | None:
+        """``[N, K]`` int64, the drafts of each row, and their chances, None in a chain; None for a pass that drafts
+        nothing."""
         assert self._rows is not None and self._head is not None
         hidden, num_requests = lazy.hidden, forward_batch.batch_size
         positions = target_positions(forward_batch)
@@ -251,7 +267,7 @@ class Drafts:
         temperature, seed = self._rows.temperature[requests], self._rows.seed[requests]
         params = BatchParams(temperature, seed, positions, all_greedy=all_greedy)
         params = params.repeated(len(hidden) // num_requests)
-        state, drawn = self.runtime.draft_head, []
+        state, drawn = self.runtime.draft_head, list[_Drawn]()
         assert state is not None
         if state not in self.runtime.heads and not state.is_current():  # a head of the target is followed in its steps
             state.update(1)
@@ -262,9 +278,21 @@ class Drafts:
             own, max_rows = self._learned, self._learned.max_rows
         for start in range(0, len(hidden), max_rows):
             rows = slice(start, start + max_rows)
-            part = params.rows(rows.start, rows.stop)
-            drawn.append(self._head.draw(hidden[rows], part).token_ids if own is None else own.draw(hidden[rows], part))
-        return drawn[0] if len(drawn) == 1 else torch.cat(drawn)
+            drawn.append(self._drafts_of(hidden[rows], params.rows(rows.start, rows.stop), own))
+        if len(drawn) == 1:
+            return drawn[0]
+        ids, chances = zip(*drawn, strict=True)
+        return torch.cat(ids), None if chances[0] is None else torch.cat(chances)
+
+    def _drafts_of(self, hidden: torch.Tensor, params: BatchParams, own: OwnVocabulary | None) -> _Drawn:
+        """``_draw`` of as many rows as are drawn at once."""
+        assert self._head is not None
+        if self._num_children == 1:
+            ids = self._head.draw(hidden, params).token_ids if own is None else own.draw(hidden, params)
+            return ids[:, None], None
+        drawer = self._head if own is None else own
+        ids, scores = drawer.draw_children(hidden, params, self._num_children)
+        return ids, torch.softmax(_SHARPNESS * scores, -1).mul_(_CEILING)
 
     def add_to_chain(
         self,
@@ -278,7 +306,7 @@ class Drafts:
         column of ``draft_tokens``, and the positions advance. Returns ``[N, 1]`` ones and drafts."""
         if not isinstance(next_token_logits, DraftLogits) or next_token_logits.is_dense:
             return original(plain(next_token_logits), positions, draft_tokens, draft_token_column)
-        drafts = next_token_logits.tokens[:, None]
+        drafts = next_token_logits.ids
         if draft_tokens is not None:
             draft_tokens[:, draft_token_column : draft_token_column + 1].copy_(drafts)
         positions.add_(1)

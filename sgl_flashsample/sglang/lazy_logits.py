@@ -129,31 +129,42 @@ class LazyLogits(torch.Tensor):
 
 
 class DraftLogits(LazyLogits):
-    """The logits of a draft model whose drafts are known: ``tokens`` (``[N]`` int64).
+    """The logits of a draft model whose drafts are known.
 
-    Where SGLang takes the largest logit of each row, it gets the draft, and where it takes the softmax,
-    ``DraftProbabilities``. The logits themselves are computed, with the draft the largest by far, for any other reader.
+    ids: ``[N, K]`` int64, the children of each node of a tree of drafts, the first the draft of a chain. chances:
+    ``[N, K]`` float32, how likely the target draws each of them; None in a chain, whose drafts are certain.
+
+    Where SGLang takes the largest logit of each row, it gets the first draft, and where it takes the softmax,
+    ``DraftProbabilities``. The logits themselves are computed, with that draft the largest by far, for any other
+    reader.
     """
 
-    tokens: torch.Tensor
+    ids: torch.Tensor
+    chances: torch.Tensor | None
 
     @classmethod
-    def of(cls, lazy: LazyLogits, tokens: torch.Tensor) -> DraftLogits:
+    def of(cls, lazy: LazyLogits, ids: torch.Tensor, chances: torch.Tensor | None = None) -> DraftLogits:
         drafts = LazyLogits.__new__(cls, lazy.hidden, lazy.shape[1], lazy.source, lazy._compute)
         assert isinstance(drafts, cls)
-        drafts.tokens = tokens
+        drafts.ids, drafts.chances = ids, chances
         return drafts
+
+    @property
+    def tokens(self) -> torch.Tensor:
+        """``[N]`` int64, the first draft of each row."""
+        return self.ids[:, 0]
 
     def dense(self) -> torch.Tensor:
         if self.computed is None:
             logits = self._compute(self.hidden)
-            self.computed = logits.scatter_(1, self.tokens[:, None], torch.finfo(logits.dtype).max)
+            self.computed = logits.scatter_(1, self.ids[:, :1], torch.finfo(logits.dtype).max)
         return self.computed
 
     def __getitem__(self, index: Any) -> torch.Tensor:
         rows = isinstance(index, slice) or (isinstance(index, torch.Tensor) and index.dim() == 1)
         if rows and not self.is_dense:
-            return self.of(self._of_hidden(self.hidden[index]), self.tokens[index])
+            chances = None if self.chances is None else self.chances[index]
+            return self.of(self._of_hidden(self.hidden[index]), self.ids[index], chances)
         return self.dense()[index]
 
     @classmethod
@@ -161,19 +172,20 @@ class DraftLogits(LazyLogits):
         drafts = args[0] if args else None
         answer = drafts._answers.get(func) if isinstance(drafts, DraftLogits) and not drafts.is_dense else None
         if answer is not None:
-            options = dict(zip(("dim", "keepdim"), args[1:], strict=False)) | (kwargs or {})
-            if options.get("dim") in (1, -1):
-                return answer(drafts, bool(options.get("keepdim")))
+            options = dict(zip(_OPTIONS[func], args[1:], strict=False)) | (kwargs or {})
+            known = answer(drafts, **options) if options.pop("dim", None) in (1, -1) else None
+            if known is not None:
+                return known
         return super().__torch_dispatch__(func, types, args, kwargs)
 
-    def _largest(self, keepdim: bool) -> torch.Tensor:
-        return self.tokens[:, None].clone() if keepdim else self.tokens.clone()
+    def _largest(self, keepdim: bool = False) -> torch.Tensor:
+        return self.ids[:, :1].clone() if keepdim else self.tokens.clone()
 
-    def _probabilities(self, keepdim: bool) -> torch.Tensor:
-        return DraftProbabilities.of(self, self.tokens)
+    def _probabilities(self, **ignored: Any) -> torch.Tensor:
+        return DraftProbabilities.of(self, self.ids, self.chances)
 
-    # Operations whose result follows from the drafts alone. The others take the logits.
-    _answers: ClassVar[dict[Any, Callable[[Any, bool], Any]]] = {
+    # Operations whose result follows from the drafts alone; None where it does not. The others take the logits.
+    _answers: ClassVar[dict[Any, Callable[..., Any]]] = {
         torch.ops.aten.argmax.default: _largest,
         torch.ops.aten._softmax.default: _probabilities,
         torch.ops.aten.softmax.int: _probabilities,  # in inference mode
@@ -181,21 +193,40 @@ class DraftLogits(LazyLogits):
 
 
 class DraftProbabilities(DraftLogits):
-    """The softmax of ``DraftLogits``: each draft is certain."""
+    """The softmax of ``DraftLogits``: the chances of the drafts, and nothing else."""
 
     def dense(self) -> torch.Tensor:
         if self.computed is None:
-            self.computed = torch.zeros(self.shape, device=self.device).scatter_(1, self.tokens[:, None], 1.0)
+            self.computed = torch.zeros(self.shape, device=self.device).scatter_(1, self.ids, self._known_chances())
         return self.computed
 
-    def _certain(self, keepdim: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    def _known_chances(self) -> torch.Tensor:
+        return torch.ones_like(self.ids, dtype=torch.float32) if self.chances is None else self.chances.clone()
+
+    def _likeliest(self, keepdim: bool = False) -> tuple[torch.Tensor, torch.Tensor] | None:
+        if self.chances is not None:
+            return None
         tokens = self._largest(keepdim)
         return torch.ones_like(tokens, dtype=torch.float32), tokens
 
-    _answers: ClassVar[dict[Any, Callable[[Any, bool], Any]]] = {
+    def _children(self, k: int, largest: bool = True, **ignored: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
+        return (self._known_chances(), self.ids.clone()) if k == self.ids.shape[1] and largest else None
+
+    _answers: ClassVar[dict[Any, Callable[..., Any]]] = {
         torch.ops.aten.argmax.default: DraftLogits._largest,
-        torch.ops.aten.max.dim: _certain,
+        torch.ops.aten.max.dim: _likeliest,
+        torch.ops.aten.topk.default: _children,
     }
+
+
+# The arguments of an operation after the tensor.
+_OPTIONS: dict[Any, tuple[str, ...]] = {
+    torch.ops.aten.argmax.default: ("dim", "keepdim"),
+    torch.ops.aten._softmax.default: ("dim", "half_to_float"),
+    torch.ops.aten.softmax.int: ("dim", "dtype"),
+    torch.ops.aten.max.dim: ("dim", "keepdim"),
+    torch.ops.aten.topk.default: ("k", "dim", "largest", "sorted"),
+}
 
 
 def plain(logits: torch.Tensor | None) -> torch.Tensor | None:

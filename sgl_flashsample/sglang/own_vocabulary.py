@@ -17,6 +17,7 @@ from ..files import BadFileError, one_line
 from ..head import Head
 from ..hot_vocab import MAPPED_SHARE, HotVocab, most_frequent
 from ..kernels.config import cdiv
+from ..kernels.draft_children import Children
 from ..kernels.params import BatchParams, LMHead
 from ..kernels.rng import GROUP_SIZE
 from ..kernels.sample_own_ids import OwnIds
@@ -69,7 +70,15 @@ class OwnVocabulary:
     def draw(self, hidden: torch.Tensor, params: BatchParams) -> torch.Tensor:
         """``[N]`` int64: the draft of each of up to ``max_rows`` rows, as SGLang expects it from the draft model."""
         logits = self._head.logits(hidden, out=self._logits[: len(hidden)])
-        token_ids = self._head.draw_from_own_ids(logits, self._ids, params).token_ids
+        return self._drafts(self._head.draw_from_own_ids(logits, self._ids, params).token_ids)
+
+    def draw_children(self, hidden: torch.Tensor, params: BatchParams, number: int) -> Children:
+        """``Head.draw_children`` of up to ``max_rows`` rows, among these ids, as ``draw`` returns them."""
+        logits = self._head.logits(hidden, out=self._logits[: len(hidden)])
+        children = self._head.draw_children_of_own_ids(logits, self._ids, params, number)
+        return children._replace(token_ids=self._drafts(children.token_ids))
+
+    def _drafts(self, token_ids: torch.Tensor) -> torch.Tensor:
         return token_ids if self._places is None else self._places[token_ids]
 
 

@@ -9,6 +9,7 @@ import torch
 from ..cpu_path import draws_in_host_memory, unsupported_by_machine
 from ..defaults import FAMILIES, family_of
 from ..files import first_line
+from ..kernels.draft_children import MAX_CHILDREN
 from ..switches import RANKS_VARIABLE, SPECULATION_VARIABLE, switch
 from . import quantised
 
@@ -195,7 +196,10 @@ def unsupported_drafts() -> str | None:
     checks = (
         (f"{name} drafts", name not in DRAFT_ALGORITHMS),
         ("several draft heads (--enable-multi-layer-eagle)", has_several_draft_heads()),
-        ("a tree of drafts (--speculative-eagle-topk above 1)", spec.speculative_eagle_topk != 1),
+        (
+            f"a tree of drafts with more than {MAX_CHILDREN} children (--speculative-eagle-topk)",
+            (spec.speculative_eagle_topk or 1) > MAX_CHILDREN,
+        ),
         ("a draft head that several ranks share", parallel.tp_size > 1 or parallel.pp_size > 1),
     )
     return next((f"drawing {reason} is not supported yet" for reason, applies in checks if applies), None)

@@ -44,7 +44,7 @@ EVERYWHERE |= {
 EVERYWHERE |= {"draw_rescored_kernel", "reduce_splits_kernel", "pack_record_kernel", "merge_records_kernel"}
 EVERYWHERE |= {"exchange_records_kernel", "tell_logits_kernel", "copy_rows_kernel", "follow_drafts_kernel"}
 EVERYWHERE |= {"gather_rows_kernel", "write_rows_kernel", "stage_rows_kernel", "scale_hidden_kernel"}
-EVERYWHERE |= {"copy_words_kernel", "sample_own_ids_kernel"}
+EVERYWHERE |= {"copy_words_kernel", "sample_own_ids_kernel", "best_ids_kernel"}
 EVERYWHERE |= {"summarize_logits_kernel", "top_logprobs_kernel"}
 EVERYWHERE |= {"gather_logprobs_kernel", "head_logprobs_kernel", "pack_logprobs_kernel", "merge_logprobs_kernel"}
 

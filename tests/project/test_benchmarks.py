@@ -465,8 +465,9 @@ def test_a_trace_says_which_operations_take_logits(load):
 
 CHAIN = {"stock": (1, 7, False), "greedy": (1, 7, False)}
 REJECTION, TREE, COUPLED = {"rejection": (1, 7, True)}, {"tree": (4, 5, False)}, {"coupled": (1, 7, False)}
+COUPLED |= {"branching": (2, 5, False)}
 MAPPED = {"map": (1, 7, False), "mapped": (1, 7, False)}
-HOT = {"hot": (1, 7, False)}
+HOT = {"hot": (1, 7, False), "hot-trees": (2, 5, False)}
 
 
 @needs_sglang
@@ -499,7 +500,8 @@ def test_speculation_is_raced_against_each_mode_of_stock_that_the_algorithm_has(
         found[name] = (width, steps, given.speculative_use_rejection_sampling)
         assert (given.speculative_token_map is not None) == (name in MAPPED)
         assert (server.environment.get("FLASHSAMPLE_DRAFT_VOCAB") == str(run._counts)) == (name in HOT)
-        assert (server.environment.get("FLASHSAMPLE_DRAFTS") == "coupled") == (name in ("coupled", "mapped", "hot"))
+        coupled = name in COUPLED or name in HOT or name == "mapped"
+        assert (server.environment.get("FLASHSAMPLE_DRAFTS") == "coupled") == coupled
     assert found == expected
 
 
@@ -1089,7 +1091,7 @@ def test_committed_results_say_on_what_they_were_measured(load):
 SERVER = {"model": "qwen3-8b", "section": "stock", "run": 0}
 PLACES = ("cpu", "gpu", "gpu, drafts", "gpus")
 OF_RANKS = {"merge_logprobs.py", "merge_ranks.py", "peer_memory.py"}
-OF_DRAFTS = {"follow_drafts.py", "sample_own_ids.py"}
+OF_DRAFTS = {"draft_children.py", "follow_drafts.py", "sample_own_ids.py"}
 ENV = {"device": "NVIDIA H200", "torch": "2", "triton": "3", "date": "2026-01-01", "command": "python run.py"}
 
 

@@ -25,6 +25,7 @@ from test_speculation import CHAIN, Original, verification
 from sgl_flashsample import sample_from_logits
 from sgl_flashsample.hot_vocab import HotVocab
 from sgl_flashsample.kernels.params import BatchParams, LMHead
+from sgl_flashsample.kernels.reference import best_ids_ref
 from sgl_flashsample.kernels.sample_own_ids import OwnIds
 from sgl_flashsample.kernels.workspace import ScreenCounter
 from sgl_flashsample.selfcheck import MAX_COMPILED_ROWS
@@ -75,6 +76,7 @@ class Server:
             draft_runner=types.SimpleNamespace(model=self.model),
             req_to_token_pool=types.SimpleNamespace(size=worker.pop("size", REQUESTS)),
             speculative_num_draft_tokens=NODES,
+            topk=1,
         )
         vars(self.worker).update(worker)
         self.runtime.leave_drafts(self.model)
@@ -248,6 +250,50 @@ def test_each_row_is_drawn_at_its_temperature_and_greedy_rows_are_the_largest_lo
     assert torch.equal(torch.softmax(seen, -1), probabilities + 0.0), "of the logits that are there now"
     seen.fill_(0.0)
     assert torch.equal(torch.softmax(seen, -1), torch.full_like(probabilities + 0.0, 1 / VOCAB)), "and of changed ones"
+
+
+def scores_of(logits: torch.Tensor, temperatures: list[float], seeds: list[int], positions: list[int]) -> torch.Tensor:
+    """``[N, V]``, the perturbed score of each id; of greedy rows its logit."""
+    row = [torch.tensor(each, device=logits.device) for each in (temperatures, seeds, positions)]
+    ids, scores = best_ids_ref(logits.double(), *row, number=logits.shape[1])
+    return torch.empty_like(scores).scatter_(1, ids, scores)
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["all ids", "some of the ids"])
+@pytest.mark.parametrize("children", [2, 4])
+@pytest.mark.parametrize("drafting", [DraftMode.COUPLED, DraftMode.GREEDY])
+def test_the_children_of_a_node_are_the_drafts_and_the_next_best_ids_with_chances_by_their_scores(
+    server, head, hidden, info_of, device, drafting, children, own
+):
+    """In a pass over as many nodes per request as a node has children. No logits are computed where SGLang takes the
+    largest probabilities."""
+    ids_of_rows = torch.arange(1, VOCAB, 2, device=device) if own else torch.arange(VOCAB, device=device)
+    options: dict[str, Any] = {}
+    if own:
+        draft_head = make_head(head.state.lm_head.weight[ids_of_rows].clone())
+        options = {"lm_head": draft_head, "vocab_size": VOCAB, "hot_token_id": ids_of_rows}
+    server = server(mode=drafting, topk=children, **options)
+    info = info_of([request(str(row), sampling_seed=row, **params) for row, params in enumerate(MIXED)])
+    server.load(info)
+    rows = len(MIXED) * children
+    states = 0.3 * hidden(rows)
+    seen = server.call(forward_batch("DECODE", torch.full((rows,), FIRST, device=device), len(MIXED)), states)
+    chances, places = torch.topk(torch.softmax(seen, dim=-1), children, dim=-1)
+    assert server.computed == 0 and chances.shape == places.shape == (rows, children)
+    temperatures = [one if drafting is DraftMode.COUPLED else 0.0 for one in TEMPERATURES for _ in range(children)]
+    seeds = [row for row in range(len(MIXED)) for _ in range(children)]
+    logits = torch.full((rows, VOCAB), -60.0, device=device)
+    logits[:, ids_of_rows] = head.logits(states)[:, ids_of_rows]
+    scores = scores_of(logits, temperatures, seeds, [FIRST + 1] * rows)
+    found = scores.gather(1, ids_of_rows[places])
+    assert torch.equal(places[:, 0], scores[:, ids_of_rows].argmax(-1)), "the draft of a chain"
+    assert (found.diff() <= 0).all() and (places.sort().values.diff() > 0).all()
+    torch.testing.assert_close(chances.double(), 0.9 * torch.softmax(1.5 * found, -1), rtol=1e-3, atol=1e-4)
+    selected = torch.arange(rows - 1, -1, -2, device=device)
+    of_some = torch.topk(torch.softmax(seen[selected], dim=-1), children, dim=-1)
+    assert torch.equal(of_some.indices, places[selected]) and torch.equal(of_some.values, chances[selected])
+    fewer = torch.topk(torch.softmax(seen, dim=-1), 1, dim=-1)
+    assert torch.equal(fewer.values[:, 0], chances.amax(-1)) and server.computed == 0
 
 
 def test_the_chain_gets_its_drafts_without_logits_and_moves_on(server, hidden, info_of, device):
@@ -1153,7 +1199,8 @@ def test_drafts_are_what_the_switch_says(installed, runtime, monkeypatch, caplog
         *(({"spec.speculative_algorithm": name}, None) for name in ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE")),
         *(({"spec.speculative_algorithm": name}, f"{name} drafts") for name in ("NGRAM", "FROZEN_KV_MTP")),
         ({"spec.enable_multi_layer_eagle": True}, "several draft heads (--enable-multi-layer-eagle)"),
-        ({"spec.speculative_eagle_topk": 2}, "a tree of drafts (--speculative-eagle-topk above 1)"),
+        ({"spec.speculative_eagle_topk": 8}, None),
+        ({"spec.speculative_eagle_topk": 9}, "a tree of drafts with more than 8 children (--speculative-eagle-topk)"),
         ({"parallel.tp_size": 2}, "a draft head that several ranks share"),
         ({"parallel.pp_size": 2}, "a draft head that several ranks share"),
     ],
@@ -1214,7 +1261,7 @@ SERVERS = {
     "map": ("EAGLE", "eagle", "coupled", "they are coupled"),
     "hot": ("EAGLE", "eagle", "coupled", "most frequent ids of"),
     "eagle3": ("EAGLE3", "eagle3", "coupled", "they are coupled"),
-    "tree": ("EAGLE", "eagle", "coupled", "drawing a tree of drafts"),
+    "tree": ("EAGLE", "eagle", "coupled", "trees of up to 2 children per node; they are coupled"),
 }
 TREE = ["--speculative-eagle-topk", "2", "--speculative-num-draft-tokens", str(2 * STEPS + 1)]
 NGRAM = ["--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "4", "--attention-backend", "triton"]
