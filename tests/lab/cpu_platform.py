@@ -9,6 +9,7 @@ given to have on their path.
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 import sys
 import types
@@ -23,6 +24,7 @@ flashsample_cpu_arguments = lab.cpu_platform:keep_sampling_backend
 flashsample_cpu_speculation = lab.cpu_platform:prepare_speculation
 flashsample_cpu_quantisation = lab.cpu_platform:support_quantised_heads
 flashsample_cpu_determinism = lab.cpu_platform:support_determinism
+flashsample_cpu_controller = lab.cpu_platform:replace_controller
 """
 # Garbage collections take a fifth of a server's start at Python's thresholds, because SGLang imports so much.
 _FEWER_COLLECTIONS = "import gc\n\ngc.set_threshold(300_000, 10, 10)\n"
@@ -118,6 +120,30 @@ def support_determinism() -> None:
     HookRegistry.register(target, lambda runner: None, HookType.REPLACE)
 
 
+def replace_controller() -> None:
+    """Entry point: SGLang's process that hands requests to the ranks of DP attention is ``run_controller``. It loads no
+    plugins, so hooks do not reach it."""
+    if "--dp-size" not in sys.argv or multiprocessing.parent_process() is not None:
+        return  # the first process starts it
+    from sglang.srt.entrypoints import engine
+
+    vars(engine).update(run_data_parallel_controller_process=run_controller)
+
+
+def run_controller(*arguments, **named) -> None:
+    """SGLang's, but that it waits for requests: its loop asks for them without a pause, which takes a core."""
+    from sglang.srt.managers import data_parallel_controller as controller
+
+    receive = controller.sock_recv
+
+    def wait_and_receive(socket, **options):
+        socket.poll(100)
+        return receive(socket, **options)
+
+    vars(controller).update(sock_recv=wait_and_receive)
+    controller.run_data_parallel_controller_process(*arguments, **named)
+
+
 def support_dp_attention() -> None:
     """SGLang's DP attention takes these for granted: collectives of groups, pinned memory, the padding of an attention
     backend."""
@@ -149,6 +175,14 @@ def support_dp_attention() -> None:
     GroupCoordinator.reduce_scatter_tensor = reduce_scatter
     TorchNativeAttnBackend.get_cuda_graph_seq_len_fill_value = lambda backend: 1
     forward_batch_info.torch = Torch()
+
+
+def doze() -> None:
+    """Ranks of DP attention begin each step together, and one without requests sleeps for up to a second: let it look
+    more often."""
+    from sglang.srt.managers.scheduler_components.idle_sleeper import IdleSleeper
+
+    IdleSleeper.maybe_sleep = lambda sleeper: sleeper.poller.poll(20)
 
 
 def prepare_speculation() -> None:
@@ -209,6 +243,8 @@ def __getattr__(name: str):
 
             if get_parallel().tp_size > 1:
                 support_dp_attention()
+            if get_parallel().dp_size > 1:
+                doze()
             return MHATokenToKVPool
 
         def get_paged_allocator_cls(self):
