@@ -729,9 +729,8 @@ def test_what_cannot_be_fused_is_said_in_one_line_and_served_by_sglang(folder):
         assert "Traceback" not in server.log_text()
 
 
+# DP attention first: pytest lets tests share a server where it has the same place in the parameters of each.
 RANKS = {
-    "tensor parallelism": (["--tp-size", "2"], {"ranks": 2}),
-    "pipeline parallelism": (["--pp-size", "2"], None),
     "DP attention": (
         ["--tp-size", "2", "--dp-size", "2", "--enable-dp-attention", "--enable-dp-lm-head"],
         {"ranks": 1},
@@ -740,52 +739,59 @@ RANKS = {
         ["--tp-size", "2", "--dp-size", "2", "--enable-dp-attention"],
         {"ranks": 2},
     ),
+    "tensor parallelism": (["--tp-size", "2"], {"ranks": 2}),
+    "pipeline parallelism": (["--pp-size", "2"], None),
 }
 
 
-@pytest.mark.full
-@pytest.mark.skipif(CUDA and torch.cuda.device_count() < 2, reason="needs two GPUs")
-@pytest.mark.parametrize("name", RANKS)
-def test_a_server_of_two_ranks_draws_the_tokens_of_one_rank(servers, folder, name):
-    arguments, head = RANKS[name]
+@pytest.fixture(scope="module")
+def of_two_ranks(request, folder):
+    """Our server of two ranks, named in ``RANKS``: that name, and the server."""
+    name = request.param
     environment = TWO_RANKS | ({"FLASHSAMPLE_SEVERAL_GPUS": "1"} if name.startswith("DP attention") else {})
     if name != "pipeline parallelism":  # our ranks exchange by kernels, and DP attention has some
         environment |= INTERPRETED
-    server, _ = make_server(folder, SIZE, name=name, arguments=[*ARGUMENTS, *arguments], environment=environment)
-    processor = {"custom_logit_processor": servers["processor"]}
+    arguments = [*ARGUMENTS, *RANKS[name][0]]
+    server, _ = make_server(folder, SIZE, name=name, arguments=arguments, environment=environment)
     with server:
-        states = [state["flashsample"] for state in server.get("/server_info")["internal_states"]]
-        assert all(state["active"] for state in states)
-        if head is not None:
-            assert all(head.items() <= state["heads"][0].items() for state in states)
-        # Of a pipeline, the paths do not reach the answer. Ranks with requests of their own have generators of their
-        # own, and so do stages: which of them SGLang's sampler draws from is another one than on one rank.
-        if name == "tensor parallelism":
-            for request, (params, fields, _) in COMPARED.items():
-                got = ask_or_refused(server, params, processor if "custom_logit_processor" in fields else fields)
-                want = servers["answers"][request][0]
-                if isinstance(want, str):
-                    assert got == want, request
-                else:
-                    assert got["output_ids"] == want["output_ids"], request
-                    if want["output_ids"]:  # an answer without a token has no path
-                        assert paths(got) == paths(want), request
-        rows = [*seeded_rows(), ({"temperature": 0, "custom_params": {"token_ids": [738]}}, processor)]
-        assert_same_answers(ask_together(server, rows), ask_together(servers["ours"], rows), with_paths=False)
-        assert_draws_of_one_id_are_independent(server, servers["truth"], 100 if CUDA else 25)
-        assert metric(server, "rows_total", path="fused") > metric(server, "rows_total", path="native") > 0
-        assert_no_failure(server)
+        yield name, server
 
 
 @pytest.mark.full
-@pytest.mark.alone
 @pytest.mark.skipif(CUDA and torch.cuda.device_count() < 2, reason="needs two GPUs")
-@pytest.mark.parametrize("name", [name for name in RANKS if name.startswith("DP attention")])
-def test_a_rank_of_dp_attention_without_requests_draws_nothing_and_none_waits(folder, name):
+@pytest.mark.parametrize("of_two_ranks", RANKS, indirect=True)
+def test_a_server_of_two_ranks_draws_the_tokens_of_one_rank(servers, of_two_ranks):
+    name, server = of_two_ranks
+    head, processor = RANKS[name][1], {"custom_logit_processor": servers["processor"]}
+    states = [state["flashsample"] for state in server.get("/server_info")["internal_states"]]
+    assert all(state["active"] for state in states)
+    if head is not None:
+        assert all(head.items() <= state["heads"][0].items() for state in states)
+    # Of a pipeline, the paths do not reach the answer. Ranks with requests of their own have generators of their own,
+    # and so do stages: which of them SGLang's sampler draws from is another one than on one rank.
+    if name == "tensor parallelism":
+        for request, (params, fields, _) in COMPARED.items():
+            got = ask_or_refused(server, params, processor if "custom_logit_processor" in fields else fields)
+            want = servers["answers"][request][0]
+            if isinstance(want, str):
+                assert got == want, request
+            else:
+                assert got["output_ids"] == want["output_ids"], request
+                if want["output_ids"]:  # an answer without a token has no path
+                    assert paths(got) == paths(want), request
+    rows = [*seeded_rows(), ({"temperature": 0, "custom_params": {"token_ids": [738]}}, processor)]
+    assert_same_answers(ask_together(server, rows), ask_together(servers["ours"], rows), with_paths=False)
+    assert_draws_of_one_id_are_independent(server, servers["truth"], 100 if CUDA else 25)
+    assert metric(server, "rows_total", path="fused") > metric(server, "rows_total", path="native") > 0
+    assert_no_failure(server)
+
+
+@pytest.mark.full
+@pytest.mark.skipif(CUDA and torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("of_two_ranks", [name for name in RANKS if name.startswith("DP attention")], indirect=True)
+def test_a_rank_of_dp_attention_without_requests_draws_nothing_and_none_waits(of_two_ranks):
     """It runs the model with the others, at each of their steps."""
-    environment = TWO_RANKS | INTERPRETED | {"FLASHSAMPLE_SEVERAL_GPUS": "1"}
-    arguments = [*ARGUMENTS, *RANKS[name][0]]
-    server, _ = make_server(folder, SIZE, name=f"an idle rank of {name}", arguments=arguments, environment=environment)
+    _, server = of_two_ranks
 
     def counted() -> tuple[float, float]:
         """Batches and rows, once the counters of an idle server have caught up."""
@@ -794,16 +800,15 @@ def test_a_rank_of_dp_attention_without_requests_draws_nothing_and_none_waits(fo
             time.sleep(3)
         return counts
 
-    with server:
-        for busy in (0, 1):
-            batches, rows = counted()
-            answer = ask(server, {"temperature": 1.0, "sampling_seed": busy}, {"routed_dp_rank": busy})
-            tokens = len(answer["output_ids"])
-            assert paths(answer) == ["fused"] * tokens
-            drawn = [after - before for after, before in zip(counted(), (batches, rows), strict=True)]
-            # SGLang may begin a step before it knows that the request is done.
-            assert drawn[0] == drawn[1] and tokens <= drawn[0] <= tokens + 1
-        assert_no_failure(server)
+    for busy in (0, 1):
+        batches, rows = counted()
+        answer = ask(server, {"temperature": 1.0, "sampling_seed": busy}, {"routed_dp_rank": busy})
+        tokens = len(answer["output_ids"])
+        assert paths(answer) == ["fused"] * tokens
+        drawn = [after - before for after, before in zip(counted(), (batches, rows), strict=True)]
+        # SGLang may begin a step before it knows that the request is done.
+        assert drawn[0] == drawn[1] and tokens <= drawn[0] <= tokens + 1
+    assert_no_failure(server)
 
 
 @pytest.mark.full
