@@ -26,6 +26,11 @@ def other_models() -> str:
     return ",".join(sorted({file.stem for file in Path(folder, "srt", "models").glob("*.py")} - MODELS))
 
 
+def pretended_environment(folder: Path) -> dict[str, str]:
+    """Environment variables of a server without a GPU that serves one of ``MODELS``: of ``cpu_platform.py``."""
+    return cpu_platform.environment(folder) | {"SGLANG_DISABLED_MODEL_ARCHS": other_models()}
+
+
 def server_on_this_machine(
     model: Path | str,
     arguments: Sequence[str],
@@ -37,7 +42,7 @@ def server_on_this_machine(
     """A server, not started. Arguments and options: of ``Server.on_this_machine``."""
     pretended = {}
     if not torch.cuda.is_available():
-        pretended = cpu_platform.environment(log.parent / "cpu") | {"SGLANG_DISABLED_MODEL_ARCHS": other_models()}
+        pretended = pretended_environment(log.parent / "cpu")
     return Server.on_this_machine(
         model, arguments, log=log, environment={**pretended, **(environment or {})}, **options
     )

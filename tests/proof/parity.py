@@ -37,13 +37,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from lab import cpu_platform
+from lab.servers import server_on_this_machine
 from programs import make_parser, new_env, write_result
 from scipy import stats
 
 from sgl_flashsample.kernels.reference import allowed_ref, edit_logits_ref, truncated_sample_ref
 from sgl_flashsample.tools import markov
-from sgl_flashsample.tools.server import CPU_ARGUMENTS, Server, ServerError, stop_all
+from sgl_flashsample.tools.server import Server, ServerError, stop_all
 
 JSON_TEXTS = [f'"{word}"' for word in ("aaaa", "abab", "baba", "bbbb")]
 REGEX = "[a-d]{8}"
@@ -396,7 +396,6 @@ def make_server(folder: Path, name: str, backend: str, speculates: bool = False)
     """Not started yet; of the checkpoint in ``folder``."""
     arguments = ["--dtype", markov.SIZES[SIZE].dtype, "--random-seed", "1234"]
     variables = {"FLASHSAMPLE_REPORT_PATH": "1", "FLASHSAMPLE_LOG_SECONDS": "0"}
-    variables |= cpu_platform.environment(folder / "cpu")
     if speculates:
         arguments += ["--speculative-algorithm", "STANDALONE", "--speculative-draft-model-path", str(folder / "draft")]
         arguments += ["--speculative-num-draft-tokens", str(NODES), "--speculative-num-steps", str(NODES - 1)]
@@ -404,12 +403,9 @@ def make_server(folder: Path, name: str, backend: str, speculates: bool = False)
         variables["TRITON_INTERPRET"] = "1"
     else:
         arguments += ["--disable-overlap-schedule"]
-    return Server(
-        folder / SIZE,
-        [*arguments, *CPU_ARGUMENTS],
-        backend=backend,
-        log=folder / f"{name}.log",
-        environment=variables,
+    log = folder / f"{name}.log"
+    return server_on_this_machine(
+        folder / SIZE, arguments, backend=backend, log=log, environment=variables, patience=1.0
     )
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from lab import cpu_platform
+from lab.servers import pretended_environment
 from serving import CUDA, needs_sglang
 
 from sgl_flashsample.tools import markov
@@ -21,7 +21,7 @@ pytestmark = [needs_sglang, pytest.mark.full]
 
 
 def run(folder: Path, *command: str, **variables: str) -> subprocess.CompletedProcess:
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", **({} if CUDA else cpu_platform.environment(folder / "cpu"))}
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", **({} if CUDA else pretended_environment(folder / "cpu"))}
     return subprocess.run(
         [sys.executable, *command], capture_output=True, text=True, check=False, env=environment | variables
     )
