@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -21,9 +22,12 @@ MODELS = {"granite", "llama", "llama_eagle", "llama_eagle3", "mimo", "mimo_mtp",
 
 
 def other_models() -> str:
-    """SGLang's other models, for its variable of models to leave out: a server would import each of 240 modules."""
+    """SGLang's other models, for its variable of models to leave out: a server would import each of 240 modules. Also
+    those of the releases beside the installed one."""
     (folder,) = importlib.util.find_spec("sglang").submodule_search_locations
-    return ",".join(sorted({file.stem for file in Path(folder, "srt", "models").glob("*.py")} - MODELS))
+    releases = [Path(folder), *Path(sys.prefix, "sglang-versions").glob("*/sglang")]
+    files = [file for release in releases for file in release.glob("srt/models/*.py")]
+    return ",".join(sorted({file.stem for file in files} - MODELS))
 
 
 def pretended_environment(folder: Path) -> dict[str, str]:
