@@ -15,6 +15,7 @@ import pytest
 
 pytestmark = pytest.mark.slow
 COMPILE_TARGETS = Path(__file__).parent.parent / "compile_targets.py"
+CACHE = COMPILE_TARGETS.parent.parent / ".cache" / "triton"
 MEASURED = 90  # the built-in choices of other families were measured nowhere
 # Bytes of shared memory per program that every device of a family has: 8.6 and 8.9 have less than 8.0, and its table.
 SHARED = {80: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
@@ -59,6 +60,8 @@ def printed_by(*arguments: object, path: str = ""):
     looked for first."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"PYTHONPATH": path} if path else {}
+    # SGLang names another folder when it is imported: half of the workers would not find what was compiled before.
+    environment["TRITON_CACHE_DIR"] = str(CACHE)
     command = [sys.executable, str(COMPILE_TARGETS), *map(str, arguments)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
