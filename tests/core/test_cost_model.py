@@ -236,6 +236,7 @@ def test_the_confirmed_sizes_of_a_tuned_table_mean_the_choices_that_were_raced_w
 @pytest.mark.parametrize("gpu", [A100, Gpu((8, 9), 142, 2.52e9, 0.864e12)])
 def test_a_tuned_table_leaves_what_it_did_not_measure_to_the_cost_model(gpu):
     dispatch, traits, _, _ = modelled_with({"plain": [16]}, gpu, "a GPU")
+    untuned = DispatchTable(traits)
     for kind in KINDS:
-        without = largest_fused(lambda rows, kind=kind: DispatchTable(traits).lookup(rows, kind))
+        without = largest_fused(lambda rows, kind=kind: untuned.lookup(rows, kind))
         assert largest_fused(lambda rows, kind=kind: dispatch.lookup(rows, kind)) == without
