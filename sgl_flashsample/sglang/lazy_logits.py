@@ -172,13 +172,13 @@ class DraftLogits(LazyLogits):
         drafts = args[0] if args else None
         answer = drafts._answers.get(func) if isinstance(drafts, DraftLogits) and not drafts.is_dense else None
         if answer is not None:
-            options = dict(zip(_OPTIONS[func], args[1:], strict=False)) | (kwargs or {})
-            known = answer(drafts, **options) if options.pop("dim", None) in (1, -1) else None
+            options = _DEFAULTS[func] | dict(zip(_DEFAULTS[func], args[1:], strict=False)) | (kwargs or {})
+            known = answer(drafts, **options) if options.pop("dim") in (1, -1) else None
             if known is not None:
                 return known
         return super().__torch_dispatch__(func, types, args, kwargs)
 
-    def _largest(self, keepdim: bool = False) -> torch.Tensor:
+    def _largest(self, keepdim: bool) -> torch.Tensor:
         return self.ids[:, :1].clone() if keepdim else self.tokens.clone()
 
     def _probabilities(self, **ignored: Any) -> torch.Tensor:
@@ -203,13 +203,13 @@ class DraftProbabilities(DraftLogits):
     def _known_chances(self) -> torch.Tensor:
         return torch.ones_like(self.ids, dtype=torch.float32) if self.chances is None else self.chances.clone()
 
-    def _likeliest(self, keepdim: bool = False) -> tuple[torch.Tensor, torch.Tensor] | None:
+    def _likeliest(self, keepdim: bool) -> tuple[torch.Tensor, torch.Tensor] | None:
         if self.chances is not None:
             return None
         tokens = self._largest(keepdim)
         return torch.ones_like(tokens, dtype=torch.float32), tokens
 
-    def _children(self, k: int, largest: bool = True, **ignored: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
+    def _children(self, k: int, largest: bool, **ignored: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
         return (self._known_chances(), self.ids.clone()) if k == self.ids.shape[1] and largest else None
 
     _answers: ClassVar[dict[Any, Callable[..., Any]]] = {
@@ -219,13 +219,13 @@ class DraftProbabilities(DraftLogits):
     }
 
 
-# The arguments of an operation after the tensor.
-_OPTIONS: dict[Any, tuple[str, ...]] = {
-    torch.ops.aten.argmax.default: ("dim", "keepdim"),
-    torch.ops.aten._softmax.default: ("dim", "half_to_float"),
-    torch.ops.aten.softmax.int: ("dim", "dtype"),
-    torch.ops.aten.max.dim: ("dim", "keepdim"),
-    torch.ops.aten.topk.default: ("k", "dim", "largest", "sorted"),
+# The arguments of an operation after the tensor, in their order. PyTorch leaves out those that have their default.
+_DEFAULTS: dict[Any, dict[str, Any]] = {
+    torch.ops.aten.argmax.default: {"dim": None, "keepdim": False},
+    torch.ops.aten._softmax.default: {"dim": None, "half_to_float": False},
+    torch.ops.aten.softmax.int: {"dim": None, "dtype": None},
+    torch.ops.aten.max.dim: {"dim": None, "keepdim": False},
+    torch.ops.aten.topk.default: {"k": None, "dim": -1, "largest": True, "sorted": True},
 }
 
 
