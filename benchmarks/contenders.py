@@ -113,6 +113,8 @@ class Tree:
 
     def _config(self, sampling: Sampling, rows: int, path: str | None, screened: bool) -> Any:
         """The configuration that such a batch takes, on ``path`` if that is given."""
+        if path is None and sampling.truncation is not None:  # as ``Head.draw``
+            screened = screened and 1 <= sampling.truncation[0] <= self.table.truncation_config.max_small_top_k
         kind = self._module("kinds").BatchKind(
             sampling.truncation is not None, bool(sampling.edits), sampling.temperature == 0.0, screened
         )

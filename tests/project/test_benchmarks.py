@@ -33,6 +33,7 @@ from sgl_flashsample import LMHead
 from sgl_flashsample.autotune import timing
 from sgl_flashsample.autotune.workload import make_weight, quantize_rows
 from sgl_flashsample.hot_vocab import HotVocab
+from sgl_flashsample.kernels.config import ScreenConfig
 from sgl_flashsample.tools.server import free_port
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -452,6 +453,18 @@ def test_a_trace_of_speculation_has_the_times_of_its_verification_and_of_a_draft
     for name in ("norm", "_fwd"):
         others = [event for event in events if name not in event["name"].lower()]
         assert load("speculation").parts(others, 2) == {}, "no pass of the target"
+
+
+@no_gpu
+def test_only_batches_without_a_truncation_or_with_a_small_top_k_pick_the_screen(load):
+    contenders = load("contenders")
+    tree = contenders.Tree(torch.zeros(777, 48), None, 1, tuned=False, folder=None)
+
+    def picks_screen(name: str) -> bool:
+        config = tree._config(contenders.SAMPLINGS[name], 1, None, screened=True)
+        return isinstance(config, ScreenConfig)
+
+    assert [picks_screen(name) for name in ("t1", "k50p90", "p90", "k1000")] == [True, True, False, False]
 
 
 def test_a_trace_says_which_operations_take_logits(load):
