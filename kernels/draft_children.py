@@ -48,7 +48,7 @@ class Splits(NamedTuple):
 
     @classmethod
     def of_head(cls, head: LMHead, num_rows: int, config: TileConfig | ReadConfig) -> Splits:
-        """Of a draw from hidden states with this configuration."""
+        """The splits of a draw from hidden states with this configuration."""
         device = head.weight.device
         if isinstance(config, ReadConfig):
             return cls(num_read_splits(head.vocab_size, num_rows, config, device), max_read_splits(device, config))
@@ -56,7 +56,7 @@ class Splits(NamedTuple):
 
     @classmethod
     def of_own_ids(cls, own: OwnIds, num_rows: int, config: ReadConfig) -> Splits:
-        """Of a draw from the logits of some ids (``sample_own_ids``)."""
+        """The splits of a draw from the logits of some ids (``sample_own_ids``)."""
         device, width = own.token_ids.device, min(own.most * GROUP_SIZE, own.vocab_size)
         return cls(num_read_splits(width, num_rows, config, device), max_read_splits(device, config))
 
