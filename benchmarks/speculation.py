@@ -8,11 +8,11 @@ block      the same, whole blocks of drafts judged together (SGLang 0.5.23; not 
 tree       SGLang's verification of trees of the most likely tokens, 4 to a node, at most 5 deep
 greedy     our verification and, where a model drafts, our drafts: the most likely tokens
 coupled    our verification, drafts with the noise of the target's tokens (where a model drafts)
-branching  the same in trees, 2 to a node, at most 5 deep
+coupled-trees  the same in trees, 2 to a node, at most 5 deep
 map        SGLang's own, with a draft head of the likeliest ids (EAGLE, NEXTN: ``--speculative-token-map``)
 mapped     coupled, with that draft head
 hot        coupled, drafts of the likeliest ids (EAGLE, NEXTN, STANDALONE: ``FLASHSAMPLE_DRAFT_VOCAB``)
-hot-trees  the same, in trees as those of branching
+hot-trees  the same, in trees as coupled-trees
 
 The target is a checkpoint whose distribution is known (``sgl_flashsample/tools/markov.py``), computed at the full cost
 of its size. STANDALONE drafts with a smaller one whose logits have a normal error of ``--errors``; "p_max" and
@@ -139,7 +139,7 @@ BACKENDS = {
     "tree": Backend("flashinfer", {}, DRAFTED, width=TREE_WIDTH),
     "greedy": Backend(OURS, {SPECULATION_VARIABLE: "1", DRAFTS_VARIABLE: "greedy"}),
     "coupled": Backend(OURS, COUPLED, DRAFTED, says=(SAYS_COUPLED,)),
-    "branching": Backend(OURS, COUPLED, DRAFTED, width=COUPLED_TREE_WIDTH, says=("trees of", SAYS_COUPLED)),
+    "coupled-trees": Backend(OURS, COUPLED, DRAFTED, width=COUPLED_TREE_WIDTH, says=("trees of", SAYS_COUPLED)),
     "map": Backend("flashinfer", {}, MAPPED, mapped=True),
     "mapped": Backend(OURS, COUPLED, MAPPED, mapped=True),
     "hot": Backend(OURS, COUPLED, HOT, hot=True, says=("most frequent ids", SAYS_COUPLED)),

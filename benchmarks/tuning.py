@@ -166,7 +166,7 @@ class Setting:
                     command, env=variables, stdout=subprocess.PIPE, stderr=errors, timeout=max(1.0, self.left)
                 )
             except subprocess.TimeoutExpired:
-                raise SectionError(f"out of time, as far as it came in {self.folder}; the next call goes on") from None
+                raise SectionError("out of time; the next call with this --work goes on") from None
         try:
             return json.loads(done.stdout)
         except ValueError:

@@ -44,8 +44,8 @@ from .support import draft_model_has_its_own_head, unsupported_drafts
 logger = logging.getLogger("sgl_flashsample")
 
 _METADATA = 3  # the place of ``logits_metadata`` among the arguments of ``LogitsProcessor.forward``
-# The chance of a child is _CEILING times the softmax of _SHARPNESS times the scores of all children of its node. Both
-# are the middle of what fits trees of made and of small trained models in simulations.
+# The chance of a child is _CEILING times the softmax of _SHARPNESS times the scores of all children of its node. Other
+# numbers make other trees, and no other tokens; they are not fitted to a server's drafts.
 _CEILING, _SHARPNESS = 0.9, 1.5
 
 

@@ -197,7 +197,7 @@ class DraftProbabilities(DraftLogits):
 
     def dense(self) -> torch.Tensor:
         if self.computed is None:
-            self.computed = torch.zeros(self.shape, device=self.device).scatter_(1, self.ids, self._known_chances())
+            self.computed = torch.zeros(self.shape, device=self.device).scatter_add_(1, self.ids, self._known_chances())
         return self.computed
 
     def _known_chances(self) -> torch.Tensor:

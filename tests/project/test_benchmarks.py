@@ -478,7 +478,7 @@ def test_a_trace_says_which_operations_take_logits(load):
 
 CHAIN = {"stock": (1, 7, False), "greedy": (1, 7, False)}
 REJECTION, TREE, COUPLED = {"rejection": (1, 7, True)}, {"tree": (4, 5, False)}, {"coupled": (1, 7, False)}
-COUPLED |= {"branching": (2, 5, False)}
+COUPLED |= {"coupled-trees": (2, 5, False)}
 MAPPED = {"map": (1, 7, False), "mapped": (1, 7, False)}
 HOT = {"hot": (1, 7, False), "hot-trees": (2, 5, False)}
 

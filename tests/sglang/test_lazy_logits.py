@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from sgl_flashsample.sglang.lazy_logits import LazyLogits, plain
+from sgl_flashsample.sglang.lazy_logits import DraftLogits, LazyLogits, plain
 
 WEIGHT = torch.randn(50, 8, generator=torch.Generator().manual_seed(0))
 
@@ -170,3 +170,10 @@ def test_the_logits_of_some_rows_are_computed_for_these_alone_and_are_the_caller
     lazy.add_(1.0)
     with pytest.raises(AssertionError, match="may have changed them"):
         lazy.logits_of(rows)
+
+
+def test_a_draft_that_stands_twice_for_want_of_other_ids_keeps_its_chance():
+    logits = LazyLogits(torch.zeros(1, 4), 7, None, lambda hidden: torch.zeros(1, 7))
+    drafts = DraftLogits.of(logits, torch.tensor([[5, 5]]), torch.tensor([[0.9, 0.0]]))
+    probabilities = torch.softmax(drafts, dim=-1) + 0.0
+    assert torch.equal(probabilities, torch.tensor([[0.0, 0.0, 0.0, 0.0, 0.0, 0.9, 0.0]]))

@@ -767,8 +767,8 @@ def test_a_server_of_two_ranks_draws_the_tokens_of_one_rank(servers, of_two_rank
     assert all(state["active"] for state in states)
     if head is not None:
         assert all(head.items() <= state["heads"][0].items() for state in states)
-    # Of a pipeline, the paths do not reach the answer. Ranks with requests of their own have generators of their own,
-    # and so do stages: which of them SGLang's sampler draws from is another one than on one rank.
+    # A pipeline's answer says no paths. Each rank of DP attention, and each stage, has a random generator: SGLang's
+    # sampler draws from another one than on one rank.
     if name == "tensor parallelism":
         for request, (params, fields, _) in COMPARED.items():
             got = ask_or_refused(server, params, processor if "custom_logit_processor" in fields else fields)
