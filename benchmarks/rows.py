@@ -14,6 +14,7 @@ from typing import Any
 
 from tables import (
     BASELINES,
+    DRAFTS_OF_SGLANG,
     GPUS,
     PATHS,
     READ,
@@ -51,9 +52,7 @@ FIGURES = (
 # The contenders that a row is compared with, in the order of their weight, and the fields that hold the other time.
 BESIDE = {
     "flashsample": ("stock", "oracle"),
-    "greedy": ("stock",),
-    "coupled": ("stock",),
-    "mapped": ("map", "stock"),
+    **dict.fromkeys(("greedy", "coupled", "coupled-trees", "mapped", "hot", "hot-trees"), DRAFTS_OF_SGLANG),
     "screen on": ("screen off",),
     "two roots": ("one root",),
     "decision plane": ("flashsample",),
@@ -150,14 +149,17 @@ def _key(row: Row) -> tuple[Any, ...]:
 
 
 def _beside(row: Row, others: dict[str, Row]) -> tuple[str, Row] | None:
-    """The contender that a row is compared with, and its row."""
+    """The contender that a row is compared with, and its row: of baselines, and of SGLang's drafts, the fastest."""
     for choices in (BESIDE, WITHOUT_BASELINE):
         if names := [name for name in choices.get(_contender(row), ()) if name in others]:
             break
     else:
         return None
-    fastest = min(names, key=lambda name: others[name]["us"]) if "us" in row else names[0]
-    return fastest, others[fastest]
+    if "us" in row:
+        names = [min(names, key=lambda name: others[name]["us"])]
+    elif "tokens_s" in row and "algorithm" in row:
+        names = [max(names, key=lambda name: others[name]["tokens_s"])]
+    return names[0], others[names[0]]
 
 
 def _verdict(over: float, beyond: bool) -> str:

@@ -246,6 +246,7 @@ def _traffic(sides: dict[str, Row]) -> Pair | None:
 SERVER = ("model", "tp", "pp", "deterministic", "speculation", "sampling", "batch")
 CLIENTS = ("model", "pp", "arrivals", "clients", "sampling")
 DRAFTS = ("model", "algorithm", "draft_tokens", "error", "batch", "temperature")
+DRAFTS_OF_SGLANG = (STOCK, "rejection", "block", "tree", "map")  # backends of speculation.py
 
 
 def server_pairs(results: Results) -> list[tuple[Row, Pair]]:
@@ -267,12 +268,14 @@ def traffic_pairs(results: Results) -> list[tuple[Row, Pair]]:
 
 
 def draft_pairs(results: Results) -> list[tuple[Row, Pair]]:
-    """A row of ours and the pair, of each cell with drafts. Ours has coupled drafts, its default, if a model drafts."""
+    """A row of ours and the pair, of each cell with drafts: over the fastest of SGLang's own modes that were measured.
+    Ours has coupled drafts, its default, if a model drafts."""
     pairs = []
     for of in results.sides("speculation", "speed", fields=DRAFTS).values():
-        ours = of.get("coupled") or of.get("greedy")
-        if STOCK in of and ours is not None:
-            pairs.append((ours, Pair.of(of[STOCK], ours, "tokens_s", "tokens_s_spread", rate=True)))
+        modes, ours = [of[mode] for mode in DRAFTS_OF_SGLANG if mode in of], of.get("coupled") or of.get("greedy")
+        if modes and ours is not None:
+            best = max(modes, key=lambda row: row["tokens_s"])
+            pairs.append((ours, Pair.of(best, ours, "tokens_s", "tokens_s_spread", rate=True)))
     return pairs
 
 
@@ -360,18 +363,15 @@ def eight(folder: Path) -> Table | None:
     big = {"model": "qwen3-8b", "batch": STANDING}
     one_gpu = big | {"tp": None, "pp": None, "deterministic": None}
     head_8b = (151936, 4096, 16)
-    drafts = {"model": "qwen3-1.7b", "algorithm": "STANDALONE", "batch": 32, "temperature": 1.0}
+    drafts = {"model": "qwen3-1.7b", "algorithm": "EAGLE", "batch": 32, "temperature": 1.0}
 
     def with_drafts() -> Pair:
-        return next(pair for row, pair in draft_pairs(Results("h100", folder)) if _has(row, drafts))
+        return next(pair for row, pair in draft_pairs(Results("h200", folder)) if _has(row, drafts))
 
     def traffic() -> Pair:
         cell = {"model": "qwen3-8b", "clients": 64, "sampling": "trunc", "pp": None}
         return next(pair for row, pair in traffic_pairs(Results("h200", folder)) if _has(row, cell))
 
-    speeds = Results("h100", folder).rows("speculation", "speed")
-    distances = [row["draft_tv"] for row in speeds if _has(row, drafts) and "draft_tv" in row]
-    apart = f" {min(distances):.2f} apart in total variation" if distances else ""
     limits, ms, us, rate = SHORT["trunc"], (1e3, 2, "ms per token"), (1.0, 0, "µs"), (1.0, 0, "tokens/s")
     numbers: list[tuple[str, tuple[float, int, str], Callable[[], Pair]]] = [
         (f"H200, Qwen3-8B, batch of 64, {limits}", ms, lambda: _server("h200", folder, sampling="trunc", **one_gpu)),
@@ -393,7 +393,7 @@ def eight(folder: Path) -> Table | None:
             us,
             lambda: _step("h200", folder, *head_8b, "t1", screened=True),
         ),
-        (f"H100, Qwen3-1.7B, 32 requests, temperature 1, a made draft model{apart}", rate, with_drafts),
+        ("H200, Qwen3-1.7B, 32 requests, temperature 1, drafts of a made EAGLE model", rate, with_drafts),
     ]
     lines = []
     for name, (scale, digits, unit), measured in numbers:

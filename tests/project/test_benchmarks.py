@@ -1289,6 +1289,18 @@ def test_more_tokens_per_second_are_less_time(load, tmp_path):
     assert (ours.over, ours.verdict, ours.model) == (0.5, "faster", "m, 8 drafts of NGRAM")
 
 
+def test_drafts_are_compared_with_the_fastest_of_sglangs_modes(load, tmp_path):
+    cell = {"section": "speed", "model": "m", "algorithm": "EAGLE", "draft_tokens": 8, "batch": 1, "run": 0}
+    cell |= {"temperature": 1.0, "tokens_s_spread": 1.0}
+    speeds = {"stock": 100.0, "rejection": 400.0, "tree": 150.0, "coupled": 200.0, "hot": 500.0}
+    file = write_results(tmp_path, "speculation", [cell | {"backend": k, "tokens_s": v} for k, v in speeds.items()])
+    shown = {row.contender: (row.over, row.beside) for row in load("rows").shown_rows(json.loads(file.read_text()))}
+    assert shown["coupled"] == (2.0, "rejection") and shown["hot"] == (0.8, "rejection")
+    tables = load("tables")
+    ((ours, pair),) = tables.draft_pairs(tables.Results("h200", tmp_path))
+    assert ours["backend"] == "coupled" and (pair.one, pair.ours) == (400.0, 200.0)
+
+
 def test_kernels_are_compared_with_the_fastest_baseline_and_quantised_heads_with_their_own_weights(load, tmp_path):
     cell = {"V": 100, "D": 8, "B": 1, "sampling": "t1", "us_spread": 0.1, "run": 0}
     us = {"fused": 50.0, "gemm+argmax": 80.0, "gemm+flashinfer": 60.0}
