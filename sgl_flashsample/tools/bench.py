@@ -39,6 +39,7 @@ import torch
 from .. import __version__
 from ..autotune.timing import Timing, describe_machine, memory_share
 from ..files import write_whole
+from ..sglang.versions import sglang_version
 from .comparison import EQUAL, FASTER, LEAST_PAIRS, MARGIN, OPEN, SLOWER, Comparison
 from .progress import Progress
 from .samplings import SAMPLINGS, Sampling, server_arguments
@@ -342,6 +343,11 @@ class Bench:
         self._say = self._progress.say
 
     @property
+    def minutes_taken(self) -> float:
+        """So far, with the starts of the servers."""
+        return self._progress.elapsed / 60
+
+    @property
     def cells(self) -> list[Any]:
         return [cell for place, cell in self._cells.items() if place not in self.refused and cell.comparison.pairs]
 
@@ -531,7 +537,7 @@ class Bench:
         for place, cell in self._cells.items():
             if place not in self._told | self.refused.keys() and cell.comparison.pairs:
                 self._tell(place)
-        for line in (*load_lines(self), closing(self, self._progress.elapsed / 60)):
+        for line in (*load_lines(self), closing(self, self.minutes_taken)):
             self._say(line)
         self._write()
 
@@ -581,9 +587,10 @@ def environment(bench: Bench) -> dict[str, Any]:
         "arguments": bench.options.arguments,
         "mode": bench.mode,
         "minutes": bench.options.minutes,
+        "minutes_taken": round(bench.minutes_taken, 1),
     }
-    machine = describe_machine(bench.device)
-    return machine | {"sgl_flashsample": __version__, "date": time.strftime("%Y-%m-%d")} | about
+    versions = {"sglang": sglang_version(), "sgl_flashsample": __version__}
+    return describe_machine(bench.device) | versions | {"date": time.strftime("%Y-%m-%d")} | about
 
 
 def result(bench: Bench) -> dict[str, Any]:

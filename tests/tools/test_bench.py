@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import importlib.metadata
 import json
 import math
 import random
@@ -320,7 +321,8 @@ def test_a_page_has_the_answers_the_figure_and_what_they_depend_on(tmp_path, mem
     )
     comparison.run()
     html, env = (tmp_path / "b.html").read_text(), json.loads((tmp_path / "b.json").read_text())["env"]
-    for said in (comparison.cells[0].verdict, "1000 -&gt; 900", env["date"], env["torch"], "bfloat16", "plotly"):
+    versions = f"sglang {importlib.metadata.version('sglang')}, torch {env['torch']}"
+    for said in (comparison.cells[0].verdict, "1000 -&gt; 900", env["date"], versions, "bfloat16", "plotly"):
         assert said in html
     assert "sgl-flashsample bench --model-path" in html and "<M>" not in html
     (figure,) = [trace for trace in bench.changes(comparison).data if trace.name == FASTER]
@@ -431,6 +433,7 @@ def test_a_result_says_how_to_measure_it_again_and_what_is_missing(tmp_path, mem
     env = json.loads((tmp_path / "b.json").read_text())["env"]
     assert env["model"] == "Model-1B"
     assert env["not_run"] == [{"sampling": "t1", "batch": 2, "reason": "not reached"}]
+    assert 0 <= env["minutes_taken"] < env["minutes"] == 10 and env["sglang"] == importlib.metadata.version("sglang")
     words = "--samplings t1 --batches 1,2 --minutes 10 --input-tokens 4 --output-tokens 6 --dtype float32"
     assert env["command"] == f"sgl-flashsample bench --model-path Model-1B {words}"
 
