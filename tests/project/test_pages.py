@@ -220,7 +220,7 @@ def test_the_readme_has_every_decided_cell_of_moving_traffic_and_says_how_many_a
     assert not found and {of for of, _ in eight} == {eight[0][0]}
     said(
         f"in {len(decided)} of {len(cells)} cases the 99 % interval of the change in tokens per second excludes 0, "
-        f"always a gain: {gain} % with 16 clients (Qwen3-1.7B's size, top-k and top-p; {interval} %)",
+        f"always a gain; {len(cells) - len(decided)} decide nothing: {gain} % with 16 clients (Qwen3-1.7B's size, top-k and top-p; {interval} %)",
         f"greedy, 256 clients, {greedy_gain} % ({greedy_interval} %, noisy)",
         f"with 16, 64 and 256 clients: {eight[0][0]} % each ({', '.join(words for _, words in eight)} %)",
     )
@@ -256,10 +256,10 @@ def test_the_readme_says_what_drafts_of_eagle_lose_to_sglangs_best_mode_and_why(
     one = sampled[1.0, "EAGLE", "qwen3-1.7b", 1]
     busy = {mode: one[mode]["busy_us"] for mode in ("coupled", "rejection")}
     said(
-        f"{min(over['rejection']):.2f} to {max(over['rejection']):.2f} of the tokens per second of SGLang's rejection",
+        f"{min(over['rejection']):.2f} to {max(over['rejection']):.2f} of its tokens per second",
         f"works {100 * (1 - busy['coupled'] / busy['rejection']):.0f} % less in a step "
         f"({busy['coupled'] / 1e3:.1f} ms, stock {busy['rejection'] / 1e3:.1f})",
-        f"stock's default drafts, temperature 1: {min(over['stock']):.1f} to {max(over['stock']):.1f}",
+        f"SGLang's default mode, temperature 1: {min(over['stock']):.1f} to {max(over['stock']):.1f} times",
     )
 
 
@@ -270,7 +270,7 @@ def test_the_readme_says_how_many_cells_a_bench_decides_in_its_ten_minutes():
             answers.setdefault(row["section"], {})[row["sampling"], row["batch"]] = row["answer"]
     first, second = answers.values()
     assert first == second and set(first.values()) == {"faster"}
-    said(f"decided all {len(first)} cells in its ten minutes, twice, with the same answers: faster")
+    said(f"it found each of its {len(first)} settings faster within ten minutes, twice")
 
 
 def test_the_readme_says_where_the_backend_does_not_help():
@@ -311,7 +311,7 @@ def test_what_the_readme_calls_checked_is_on_the_page_of_proofs():
     assert [words for words in found if words not in proof] == []
     ((met, missed, not_run),) = re.findall(r"(\d+) goals are met, (\d+) are missed, (\d+) were not run", proof)
     goals = sum(map(int, (met, missed, not_run)))
-    said(f"Of {goals} goals {missed} are missed, none by a wrong token, and {not_run} were not run")
+    said(f"Of the project's {goals} goals {missed} are missed, none by a wrong token, and {not_run} were not run")
 
 
 def test_the_readme_says_how_much_less_time_servers_take():
