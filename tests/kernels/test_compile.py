@@ -143,6 +143,8 @@ def test_the_oldest_supported_triton_compiles_every_kind_and_every_built_in_conf
     """And every feature: with one dtype, for its operations are the same with each."""
     resources = printed_by("resources", 90, "--once", path=oldest_triton)
     assert {used["kernel"] for used in resources} == EVERYWHERE
+    for words in ("logprobs", "softcap", "ragged", "a mask alone", "fp16", "torch.float32", "torch.float8_e4m3fn"):
+        assert any(words in used["launch"] for used in resources), words
 
 
 @pytest.mark.full
