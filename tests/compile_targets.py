@@ -1,6 +1,6 @@
 """Compiles kernels to GPU binaries without a GPU, through the launchers that a server uses.
 
-    python tests/compile_targets.py resources 90 [--each | --full]   what built-in choices take of the device
+    python tests/compile_targets.py resources 90 [--once | --each | --full]   what built-in choices take of the device
     python tests/compile_targets.py keys 90                 launches that would be given another one's binary
     python tests/compile_targets.py names 90                names in the cache on disk, and the constants behind them
 
@@ -121,8 +121,9 @@ def loaded_arguments(ttir: str) -> list[str]:
 def built_in_launches(capability: int, choices: str) -> Iterator[tuple[str, Callable[[], Any]]]:
     """A name for, and the launch of, built-in choices of the device's family. choices: "full" for all of them with the
     features they are for; "each" for every kind and every configuration, but not every pair of them, with features
-    of few; "first" for, of 2-byte heads, the first of each kind and path that wide ones take, but of truncation only
-    with edits, and the first for plain batches of a quantised head."""
+    of few; "once" for the same, with a mask alone once per kind and path, and features of 2-byte heads alone; "first"
+    for, of 2-byte heads, the first of each kind and path that wide ones take, but of truncation only with edits, and
+    the first for plain batches of a quantised head."""
     from sgl_flashsample.defaults import builtin_table, truncation_config
     from sgl_flashsample.invariant import tile_of
     from sgl_flashsample.kernels.config import ReadConfig, ScreenConfig, TileConfig
@@ -163,10 +164,11 @@ def built_in_launches(capability: int, choices: str) -> Iterator[tuple[str, Call
             if str(kind) == "plain+screen" and first:  # most sm90 choices list the groups, other devices do not
                 config = dataclasses.replace(config, listed=False)
             options: list[tuple[str, LMHead, dict]] = [("", head, {})]
-            if kind.edit and (first_of_kind or not full):  # fewer operands than all edits, which fit with every tile
+            if kind.edit and (first_of_kind or choices == "each"):  # fewer operands than all edits, which fit
                 options.append(("a mask alone", head, {"only_mask": True}))
             every_feature = kind.edit and kind.truncate and isinstance(config, ReadConfig)
             featured = not first and first_of_kind and (str(kind) in ("plain", "plain+screen") or every_feature)
+            featured = featured and (choices != "once" or itemsize == 2)
             if (full or featured) and not isinstance(config, ScreenConfig):
                 options.append(("logprobs", head, {"return_logprob": True}))
             if featured:
@@ -250,7 +252,8 @@ def found_by_rank(num_rows: int, k: int, num_ids: int, offset: int = 0) -> tuple
 
 def logprob_launches(choices: str) -> Iterator[tuple[str, Callable[[], Any]]]:
     """The launches of top logprobs of each width and of given ids, with and without edits; the widest also with a soft
-    cap, of a vocabulary with a partial group, and of other dtypes. "first": of bfloat16, with and without edits."""
+    cap, of a vocabulary with a partial group, and of other dtypes. "once": with edits, of bfloat16 alone. "first": of
+    bfloat16, with and without edits."""
     from sgl_flashsample.kernels.gather_logprobs import gather_logprobs, head_logprobs
     from sgl_flashsample.kernels.logit_summary import LogitRows, RowSummary
     from sgl_flashsample.kernels.merge_logprobs import fields_of, merge_logprobs, pack_logprobs
@@ -275,7 +278,10 @@ def logprob_launches(choices: str) -> Iterator[tuple[str, Callable[[], Any]]]:
     for dtype in (torch.bfloat16,) if choices == "first" else (torch.bfloat16, torch.float16, torch.float32):
         weight, hidden = torch.empty(VOCAB, HIDDEN, dtype=dtype), torch.empty(2, HIDDEN, dtype=dtype)
         logits = torch.empty(2, VOCAB, dtype=dtype)
-        for words, options, params in features if dtype is torch.bfloat16 and choices != "first" else features[:2]:
+        number = 1 if choices == "once" else 2
+        if dtype is torch.bfloat16:
+            number = 2 if choices == "first" else len(features)
+        for words, options, params in features[:number]:
             head = LMHead(weight, **options)
             rows = LogitRows(logits, head.spec, params)
             every_size = dtype is torch.bfloat16 and not options
@@ -612,6 +618,9 @@ def main() -> None:
     parser.add_argument("what", choices=["resources", "keys", "names"])
     parser.add_argument("capability", type=int, choices=FAMILIES)
     some = parser.add_mutually_exclusive_group()
+    some.add_argument(
+        "--once", action="store_const", const="once", dest="choices", help="as --each, with features of one dtype"
+    )
     some.add_argument(
         "--each", action="store_const", const="each", dest="choices", help="every kind, every configuration"
     )

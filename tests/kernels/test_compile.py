@@ -12,10 +12,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from compiled import CACHE
 
 pytestmark = pytest.mark.slow
 COMPILE_TARGETS = Path(__file__).parent.parent / "compile_targets.py"
-CACHE = COMPILE_TARGETS.parent.parent / ".cache" / "triton"
 MEASURED = 90  # the built-in choices of other families were measured nowhere
 # Bytes of shared memory per program that every device of a family has: 8.6 and 8.9 have less than 8.0, and its table.
 SHARED = {80: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
@@ -59,9 +59,7 @@ def printed_by(*arguments: object, path: str = ""):
     """What ``compile_targets.py`` says, in a process whose Triton is not the interpreter. path: where modules are
     looked for first."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment |= {"PYTHONPATH": path} if path else {}
-    # SGLang names another folder when it is imported: half of the workers would not find what was compiled before.
-    environment["TRITON_CACHE_DIR"] = str(CACHE)
+    environment |= CACHE | ({"PYTHONPATH": path} if path else {})
     command = [sys.executable, str(COMPILE_TARGETS), *map(str, arguments)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -142,8 +140,11 @@ def oldest_triton() -> str:
 @pytest.mark.full
 @pytest.mark.alone
 def test_the_oldest_supported_triton_compiles_every_kind_and_every_built_in_configuration(oldest_triton):
-    resources = printed_by("resources", 90, "--each", path=oldest_triton)
+    """And every feature: with one dtype, for its operations are the same with each."""
+    resources = printed_by("resources", 90, "--once", path=oldest_triton)
     assert {used["kernel"] for used in resources} == EVERYWHERE
+    for words in ("logprobs", "softcap", "ragged", "a mask alone", "fp16", "torch.float32", "torch.float8_e4m3fn"):
+        assert any(words in used["launch"] for used in resources), words
 
 
 @pytest.mark.full
