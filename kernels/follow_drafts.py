@@ -20,6 +20,9 @@ import triton
 import triton.language as tl
 
 from .launch import launch
+from .params import check_tensor
+
+_BLOCK_D = 128  # nodes whose tokens are copied at a time
 
 
 class Accepted(NamedTuple):
@@ -30,18 +33,26 @@ class Accepted(NamedTuple):
     num_tokens: torch.Tensor
 
 
-@triton.jit(do_not_specialize=["num_nodes", "max_path"])
+@triton.jit(do_not_specialize=["num_nodes", "max_path"], do_not_specialize_on_alignment=["tokens_ptr"])
 def follow_drafts_kernel(
     drawn_ptr,  # [B, D] i64
     drafts_ptr,  # [B, D] i64
     first_child_ptr,  # [B, D] i64
     next_sibling_ptr,  # [B, D] i64
     accepted,  # Accepted, out
+    tokens_ptr,  # [B, D] i32, out: the drawn tokens; or None
     num_nodes,
     max_path,
+    # constexpr
+    BLOCK_D: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     base = row * num_nodes
+    if tokens_ptr is not None:
+        for start in range(0, num_nodes, BLOCK_D):
+            nodes = start + tl.arange(0, BLOCK_D)
+            tokens = tl.load(drawn_ptr + base + nodes, mask=nodes < num_nodes)
+            tl.store(tokens_ptr + base + nodes, tokens.to(tl.int32), mask=nodes < num_nodes)
     path = accepted.nodes + row * max_path
     node = tl.zeros([], tl.int64)
     length = 1
@@ -75,11 +86,13 @@ def follow_drafts(
     first_child: torch.Tensor,
     next_sibling: torch.Tensor,
     max_path: int | None = None,
+    tokens: torch.Tensor | None = None,
 ) -> Accepted:
     """The path of accepted drafts of each row. drawn: ``[B, D]`` int64, the token drawn at each node. drafts:
     ``[B, D]`` int64, the token of each node. first_child, next_sibling: ``[B, D]`` int64, nodes of the same row, -1 for
     none, as is a number that is no node; of a node that comes twice, the path is any one. max_path: the most nodes of
-    a path; of the whole tree when None.
+    a path; of the whole tree when None. tokens: ``[B * D]`` int32, gets ``drawn``: a conversion costs the host as much
+    as this launch.
 
     Raises ValueError for another shape, dtype, layout or device.
     """
@@ -101,17 +114,25 @@ def follow_drafts(
     max_path = num_nodes if max_path is None else max_path
     if min(max_path, num_nodes) < 1:
         raise ValueError(f"max_path is {max_path} of {num_nodes} nodes; expected 1 or more")
-    nodes = torch.empty(num_rows, max_path, dtype=torch.int32, device=drawn.device)
-    accepted = Accepted(nodes, torch.empty(num_rows, dtype=torch.int32, device=drawn.device))
+    device = drawn.device
+    if tokens is not None and (
+        tokens.shape != (num_rows * num_nodes,)
+        or tokens.dtype is not torch.int32
+        or not tokens.is_contiguous()
+        or tokens.device != device
+    ):
+        check_tensor("tokens", tokens, (num_rows * num_nodes,), torch.int32, drawn)
+    nodes = torch.empty(num_rows, max_path, dtype=torch.int32, device=device)
+    accepted = Accepted(nodes, torch.empty(num_rows, dtype=torch.int32, device=device))
     if num_rows == 0:
         return accepted
     launch(
         follow_drafts_kernel,
         num_rows,
-        (drawn, drafts, first_child, next_sibling, accepted, num_nodes, max_path),
-        {},
+        (drawn, drafts, first_child, next_sibling, accepted, tokens, num_nodes, max_path),
+        {"BLOCK_D": _BLOCK_D},
         1,
         # An engine's tables may be views that start anywhere.
-        (drawn.device.index, *(t.data_ptr() % 16 == 0 for t in (drawn, drafts, first_child, next_sibling))),
+        (device.index, tokens is None, *(t.data_ptr() % 16 == 0 for t in (drawn, drafts, first_child, next_sibling))),
     )
     return accepted

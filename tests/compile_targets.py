@@ -209,8 +209,10 @@ def launches_beside_a_draw(choices: str) -> Iterator[tuple[str, Callable[[], Any
         yield f"{name} by peer memory", functools.partial(exchange_records, memory, drawn, 1, 5)
     yield "rows by peer memory", functools.partial(exchange_rows, memory, 1, 5)
     yield "logprobs by peer memory", functools.partial(exchange_logprobs, memory, 5, 17)
-    tables = (torch.zeros(3, 8, dtype=torch.int64) for _ in range(4))
+    tables = [torch.zeros(3, 8, dtype=torch.int64) for _ in range(4)]
     yield "path of drafts", functools.partial(follow_drafts, *tables)
+    tokens = torch.zeros(24, dtype=torch.int32)
+    yield "path of drafts, tokens", functools.partial(follow_drafts, *tables, tokens=tokens)
     yield "table of rows", functools.partial(launch_row_table, torch.zeros(16, 64, dtype=torch.bfloat16))
     yield from own_id_launches()
     yield from logprob_launches(choices)

@@ -51,6 +51,17 @@ def test_the_path_is_the_references(device, num_rows, num_nodes, where):
         assert got.nodes[row].tolist() == places + [NONE] * (num_nodes - len(path))
 
 
+@pytest.mark.parametrize("num_nodes", [1, 8, 130])
+def test_the_drawn_tokens_are_handed_out_as_int32_beside_the_path(device, num_nodes):
+    """Those of nodes that are not on the path too."""
+    arguments = random_trees(3, num_nodes, device)
+    tokens = torch.full((3 * num_nodes + 2,), NONE, dtype=torch.int32, device=device)
+    with_tokens = follow_drafts(*arguments, tokens=tokens[1:-1])
+    assert torch.equal(tokens[1:-1].long(), arguments[0].reshape(-1)) and tokens[0] == tokens[-1] == NONE
+    for got, want in zip(with_tokens, follow_drafts(*arguments), strict=True):
+        assert torch.equal(got, want)
+
+
 def test_a_path_ends_at_the_most_nodes_that_it_may_have(device):
     chain = torch.arange(5, device=device)[None]
     first = torch.tensor([[1, 2, 3, 4, NONE]], device=device)
@@ -122,6 +133,8 @@ def test_the_tokens_have_the_law_of_acceptance_by_probabilities(device, parents)
         ({"drawn": torch.zeros(6).long()}, "drawn is \\(6,\\) torch.int64; expected \\[B, D\\] torch.int64"),
         ({"next_sibling": torch.zeros(3, 2).long().T}, "next_sibling has strides \\(1, 2\\).*expected it contiguous"),
         ({"max_path": 0}, "max_path is 0 of 3 nodes; expected 1 or more"),
+        ({"tokens": torch.zeros(6).long()}, "tokens is \\(6,\\) torch.int64.*expected contiguous \\(6,\\) torch.int32"),
+        ({"tokens": torch.zeros(2, 3).int()}, "tokens is \\(2, 3\\) torch.int32.*expected contiguous \\(6,\\)"),
     ],
 )
 def test_wrong_arguments_are_named(changed, message):
