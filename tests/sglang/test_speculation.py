@@ -19,6 +19,7 @@ from sgl_flashsample.kernels.params import BatchParams, Truncation
 from sgl_flashsample.kernels.reference import allowed_ref
 from sgl_flashsample.sglang import draw as draw_module
 from sgl_flashsample.sglang import speculation
+from sgl_flashsample.sglang.batch import batch_of
 from sgl_flashsample.sglang.head import GraphInputs
 from sgl_flashsample.sglang.lazy_logits import LazyLogits
 from sgl_flashsample.sglang.row_table import Reason
@@ -221,7 +222,7 @@ def steady(hooks, info_of, hidden, device, monkeypatch) -> types.SimpleNamespace
     head = CountingHead(device, capture=(capture := CountingCapture(device)))
     captured = hidden(num_rows * len(parents) + 2)  # two rows are padding
     states = captured[:-2]
-    case = types.SimpleNamespace(hooks=hooks, head=head, capture=capture, states=states, looked_up=0, step=0)
+    case = types.SimpleNamespace(head=head, capture=capture, captured=captured, states=states, looked_up=0, step=0)
     depth = DraftTree.from_parents(parents, states.device).depth.repeat(num_rows)
     drawing = speculation.draw
 
@@ -259,6 +260,20 @@ def test_a_verification_whose_like_has_been_replayed_is_replayed_without_another
     for step in range(PATIENCE + 10):
         steady.verify(*infos[step % 2])
     assert steady.looked_up == PATIENCE + 3 and steady.capture.replays == 10
+
+
+@pytest.mark.parametrize("kind", draw_module.COMMON_KINDS)
+def test_verifications_of_common_kinds_have_graphs_ahead_of_the_first_one(steady, info_of, kind):
+    truncation = {} if not kind.truncated else {"top_p": 0.9} if kind.max_top_k is None else {"top_k": 9}
+    settings = [{"temperature": 0.0} if kind.all_greedy else {"sampling_seed": row} | truncation for row in range(3)]
+    state, info = steady.head.state, info_of([request(str(row), **one) for row, one in enumerate(settings)])
+    state.captured[len(steady.captured)] = steady.captured
+    while draw_module.prepare_next(state, batch_of(info).table):
+        pass
+    for _ in range(3):
+        steady.verify(info, settings)
+    counts = state.counts
+    assert (counts.replayed, counts.launched, counts.late_captures) == (3, 0, 0) and steady.looked_up == 1
 
 
 @pytest.mark.parametrize("change", ["nothing", "logprobs", "slots", "weight", "time", "bias", "graphs are off"])
