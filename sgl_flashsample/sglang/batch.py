@@ -434,8 +434,10 @@ def edits_of_nodes(
     """
     grammars = _fused_grammars(routing, sampling_info)
     kinds = _given_edits(batch, routing, grammars)
+    if not kinds:
+        return None
     mask = None
-    if kinds & Edit.MASK:
+    if kinds & _MASK:
         mask = getattr(grammar_mask, "vocab_mask", None)
         check_mask(mask, len(batch) * num_nodes)
     edits = LogitEdits(

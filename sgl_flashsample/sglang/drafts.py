@@ -262,11 +262,10 @@ class Drafts:
         positions = target_positions(forward_batch)
         if positions is None or len(positions) != len(hidden) or not 0 < num_requests <= self._max_requests:
             return None
-        requests = slice(num_requests)
-        all_greedy = self.mode is DraftMode.GREEDY
-        temperature, seed = self._rows.temperature[requests], self._rows.seed[requests]
-        params = BatchParams(temperature, seed, positions, all_greedy=all_greedy)
-        params = params.repeated(len(hidden) // num_requests)
+        temperature, seed = self._rows.temperature[:num_requests], self._rows.seed[:num_requests]
+        if (times := len(hidden) // num_requests) > 1:
+            temperature, seed = (each.repeat_interleave(times, 0) for each in (temperature, seed))
+        params = BatchParams(temperature, seed, positions, all_greedy=self.mode is DraftMode.GREEDY)
         state, drawn = self.runtime.draft_head, list[_Drawn]()
         assert state is not None
         if state not in self.runtime.heads and not state.is_current():  # a head of the target is followed in its steps
@@ -276,11 +275,11 @@ class Drafts:
         own, max_rows = self._own, self._max_rows
         if self._learned is not None and self._learned.in_use:
             own, max_rows = self._learned, self._learned.max_rows
+        if len(hidden) <= max_rows:
+            return self._drafts_of(hidden, params, own)
         for start in range(0, len(hidden), max_rows):
             rows = slice(start, start + max_rows)
             drawn.append(self._drafts_of(hidden[rows], params.rows(rows.start, rows.stop), own))
-        if len(drawn) == 1:
-            return drawn[0]
         ids, chances = zip(*drawn, strict=True)
         return torch.cat(ids), None if chances[0] is None else torch.cat(chances)
 

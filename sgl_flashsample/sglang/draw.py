@@ -106,7 +106,7 @@ def replayed(
             asked = fused.asked(*lists, batch.temperatures(sampling_info, original_logprobs))
         logprobs = asked is None or (asked.layout, state.logprob_inputs)
     place = num_rows if captured is None else captured.data_ptr()
-    ready = graphs.ready.get((place, mix, logprobs))
+    ready = graphs.ready.get((place, mix, None, logprobs))
     if ready is None:
         return None
     keyed, lines, layout = ready
@@ -136,6 +136,32 @@ def replayed(
         return None
     state.counts.prefills += 1
     return keyed.replay_next(num_rows), None
+
+
+def replayed_nodes(started: float, lazy: LazyLogits, step: Step) -> Drawn | None:
+    """``replayed`` of a verification of drafts without edits and logprobs, by launches that gather the parameters of
+    its nodes and a graph. None where ``draw`` has to serve it."""
+    state, captured, batch, nodes = lazy.source, lazy.captured, step.batch, step.nodes
+    graphs, slots, positions, table = state.graphs, step.slots, step.positions, batch.table
+    if (
+        graphs is None
+        or captured is None
+        or step.edits is not None
+        or step.return_logprob
+        or started > state.full_step_at
+        or table.is_too_small
+        or not state.is_current()
+    ):
+        return None
+    ready = graphs.ready.get((captured.data_ptr(), batch.mix, nodes, False))
+    if ready is None or ready[2] is not None:
+        return None
+    try:
+        table.gather(slots, positions, state.rows, nodes=nodes, drafts=True, rows=captured.shape[0])
+    except ValueError:  # SGLang has the slots or the positions elsewhere, or in another dtype
+        return None
+    state.counts.replayed += 1
+    return ready[0].replay_next(lazy.num_rows)
 
 
 def _is_staged(stage: torch.Tensor, hidden: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor) -> bool:
@@ -191,6 +217,7 @@ def _draw(lazy: LazyLogits, step: Step) -> Drawn:
         kind, mix = step.kind._replace(distribution_only=False), step.batch.mix
         logprobs = step.return_logprob if wanted is None else wanted
         needs_more = mix.is_native or (edits is None) is bool(mix.edits)  # these are not the edits of the kinds
+        needs_more = needs_more or (step.nodes is None and not gathers)
         keyed = graphs.find(
             lambda batch: _launches(state, padded, kind, edits, logprobs, table if gathers else None, batch),
             padded,
@@ -199,7 +226,7 @@ def _draw(lazy: LazyLogits, step: Step) -> Drawn:
             # Where a graph reads what is asked for depends on both.
             step.return_logprob if asked is None else (asked.layout, state.logprob_inputs),
             table.lines if gathers else None,
-            None if needs_more else (num_rows if staged else padded.data_ptr(), mix),
+            None if needs_more else (num_rows if staged else padded.data_ptr(), mix, step.nodes),
             staged,
             0 if asked is None else asked.layout.num_bytes(len(padded)),
         )

@@ -136,18 +136,36 @@ class DraftLogits(LazyLogits):
 
     Where SGLang takes the largest logit of each row, it gets the first draft, and where it takes the softmax,
     ``DraftProbabilities``. The logits themselves are computed, with that draft the largest by far, for any other
-    reader.
+    reader: for one of these alone, hidden states of selected rows are gathered.
     """
 
     ids: torch.Tensor
     chances: torch.Tensor | None
+    _of: LazyLogits  # their rows at ``_rows`` are these; all where that is None
+    _rows: Any
+    _has_own_ids: bool  # no other stand-in has this memory
 
     @classmethod
-    def of(cls, lazy: LazyLogits, ids: torch.Tensor, chances: torch.Tensor | None = None) -> DraftLogits:
-        drafts = LazyLogits.__new__(cls, lazy.hidden, lazy.shape[1], lazy.source, lazy._compute)
-        assert isinstance(drafts, cls)
-        drafts.ids, drafts.chances = ids, chances
+    def of(
+        cls,
+        lazy: LazyLogits,
+        ids: torch.Tensor,
+        chances: torch.Tensor | None = None,
+        rows: Any = None,
+        has_own_ids: bool = False,
+    ) -> DraftLogits:
+        """rows: an index of ``lazy``; all of its rows when None."""
+        num_rows = ids.shape[0]
+        drafts = _make(cls, (num_rows, lazy.shape[1]), dtype=_FLOAT32, device=ids.device)
+        drafts._of, drafts._rows, drafts._has_own_ids = lazy, rows, has_own_ids
+        drafts.ids, drafts.chances, drafts.num_rows = ids, chances, num_rows
+        drafts.source, drafts._compute = lazy.source, lazy._compute
+        drafts.captured, drafts.prefills = lazy.captured, lazy.prefills
         return drafts
+
+    @property
+    def hidden(self) -> torch.Tensor:  # type: ignore[override]
+        return self._of.hidden if self._rows is None else self._of.hidden[self._rows]
 
     @property
     def tokens(self) -> torch.Tensor:
@@ -161,11 +179,30 @@ class DraftLogits(LazyLogits):
         return self.computed
 
     def __getitem__(self, index: Any) -> torch.Tensor:
-        rows = isinstance(index, slice) or (isinstance(index, torch.Tensor) and index.dim() == 1)
-        if rows and not self.is_dense:
-            chances = None if self.chances is None else self.chances[index]
-            return self.of(self._of_hidden(self.hidden[index]), self.ids[index], chances)
+        if self.is_dense:
+            return self.dense()[index]
+        if isinstance(index, slice):
+            return self._slice(index)
+        if isinstance(index, torch.Tensor) and index.dim() == 1:
+            return self._select(index, has_own_ids=True)
         return self.dense()[index]
+
+    def _select(self, index: Any, has_own_ids: bool = False) -> DraftLogits:
+        chances = None if self.chances is None else self.chances[index]
+        return self.of(self, self.ids[index], chances, index, has_own_ids)
+
+    def _slice(self, index: slice) -> DraftLogits:
+        """The first rows of a graph's are kept, as ``_first_rows`` keeps them: SGLang cuts the padding off in every
+        step."""
+        is_of_graph = self.captured is not None and type(self._of) is LazyLogits
+        if not is_of_graph or index.start or index.step not in (None, 1):
+            return self._select(index)
+        if self._first is None:
+            self._first = {}
+        first = self._first.get(index.stop)
+        if not isinstance(first, DraftLogits) or first.is_dense:
+            first = self._first[index.stop] = self._select(index)
+        return first
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
@@ -179,7 +216,11 @@ class DraftLogits(LazyLogits):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def _largest(self, keepdim: bool) -> torch.Tensor:
-        return self.ids[:, :1].clone() if keepdim else self.tokens.clone()
+        largest = self.ids[:, :1] if keepdim else self.tokens
+        if self._has_own_ids:
+            self._has_own_ids = False  # the caller may write there
+            return largest
+        return largest.clone()
 
     def _probabilities(self, **ignored: Any) -> torch.Tensor:
         return DraftProbabilities.of(self, self.ids, self.chances)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -36,7 +37,8 @@ READ_SECONDS = 1.0  # between two copies of a counter from the device: each cost
 class Metrics:
     """add_batch counts one batch; all but the counting runs at intervals. A log line at most once per
     ``FLASHSAMPLE_LOG_SECONDS``; Prometheus metrics, with these labels, where the server has metrics on. reports: False
-    on a rank whose batches another one reports: it has neither."""
+    on a rank whose batches another one reports: it has neither. last_batch: the time of the last one that was counted,
+    by ``time.perf_counter``."""
 
     def __init__(self, prometheus: bool, reports: bool = True, labels: Mapping[str, str] | None = None) -> None:
         self.log_seconds, self._reports = seconds(LOG_SECONDS_VARIABLE), reports
@@ -54,6 +56,7 @@ class Metrics:
         self._new_times: list[float] = []  # host time of each batch of fused rows alone, likewise
         self._new_truncated = 0
         self._unlogged = False  # whether the totals have grown since the last log line
+        self.last_batch = -math.inf
         self._last_log = time.perf_counter()
         self.next_flush = self._last_log + min(FLUSH_SECONDS, self.log_seconds)
         self._prometheus = _prometheus_metrics(labels or {}) if prometheus and reports else None
@@ -62,6 +65,7 @@ class Metrics:
         """Count one batch. started: ``time.perf_counter()`` at its beginning, for batches of fused rows alone; the time
         of SGLang's own penalties and grammars is left out. Returns whether it is time for ``flush``."""
         now, of_sglang = time.perf_counter(), time_of_sglang.take()
+        self.last_batch = now
         for key, rows in routing.counts.items():
             new = self._new.get(key)
             if new is None:
@@ -79,7 +83,7 @@ class Metrics:
         self._fused_batches += 1
         self._fused_rows += rows
         self._new_truncated += num_truncated
-        now = time.perf_counter()
+        now = self.last_batch = time.perf_counter()
         self._new_times.append(now - started)
         return now >= self.next_flush
 

@@ -44,6 +44,7 @@ from .versions import LOADS_HEAD_SCALES, drops_head_scales, sglang_version
 logger = logging.getLogger("sgl_flashsample")
 
 MAX_INTERPRETED_ROWS = 16  # on a CPU the kernels are checked for batches up to this size
+QUIET_SECONDS = 0.5  # without a batch, until graphs are captured ahead: a client's next request often follows at once
 IDLE_READS = 4  # reads of device counters after the last step: one starts a copy, a later one sees it
 NATIVE_FEATURES = "custom logit processors, sampling masks and beam search"
 DETERMINISTIC = (
@@ -767,12 +768,13 @@ class Runtime:
         self.metrics.scheduling_seconds += time.perf_counter() - started
 
     def idle(self) -> None:
-        """SGLang has nothing to do, and says so again and again: capture a graph that steps will ask for, and bring the
-        counters of the last steps up to date."""
-        # A draw reads the weights, whose memory SGLang may have released.
-        if self.prepares_steps and self.weights_settled and self.inactive_reason is None:
-            self._prepare_steps()
+        """SGLang has nothing to do, and says so again and again: bring the counters of the last steps up to date, and,
+        once there has been no batch for a while, capture a graph that steps will ask for."""
         now = time.perf_counter()
+        is_quiet = now - self.metrics.last_batch >= QUIET_SECONDS
+        # A draw reads the weights, whose memory SGLang may have released.
+        if is_quiet and self.prepares_steps and self.weights_settled and self.inactive_reason is None:
+            self._prepare_steps()
         if self.metrics.is_behind(now):
             self._idle_reads = IDLE_READS
         if self._idle_reads and now >= self.metrics.next_flush:

@@ -22,7 +22,7 @@ import torch
 
 from ..kernels.follow_drafts import follow_drafts
 from .batch import Batch, GrammarError, Routing, batch_of, edits_of_nodes
-from .draw import Step, draw
+from .draw import Step, draw, replayed_nodes
 from .lazy_logits import LazyLogits, plain
 from .logprobs import AskedLogprobs
 from .row_table import Reason
@@ -77,7 +77,7 @@ class SpeculationHooks:
         rows = verified = None
         try:
             rows, routing = self._route(verify_input, batch, lazy, others)
-            verified = self._verify(verify_input, batch, logits_output, rows, routing, grammar_mask)
+            verified = self._verify(started, verify_input, batch, logits_output, rows, routing, grammar_mask)
         except Unserved as unserved:
             rows, routing = None, Routing.whole(unserved.reason, len(batch.seq_lens))
         if verified is None:
@@ -103,14 +103,14 @@ class SpeculationHooks:
         if not isinstance(lazy, LazyLogits) or lazy.is_dense:
             of_sglang = not isinstance(lazy, LazyLogits) and runtime.leaves_heads
             raise Unserved(Reason.INACTIVE if of_sglang else Reason.LOGITS_COMPUTED)
-        if any(value is not None for value in others):
+        if others and any(value is not None for value in others):
             raise Unserved(Reason.UNKNOWN_ARGUMENT)
-        rows, num_rows, num_nodes = batch_of(info), len(batch.seq_lens), verify_input.draft_token_num
-        if rows is None or len(rows) != num_rows or lazy.shape[0] != num_rows * num_nodes:
+        rows, num_requests, num_rows = batch_of(info), batch.seq_lens.shape[0], lazy.num_rows
+        if rows is None or len(rows.kinds) != num_requests or num_rows != num_requests * verify_input.draft_token_num:
             raise Unserved(Reason.UNKNOWN_ROWS)
-        if verify_input.positions.shape != (num_rows * num_nodes,):
+        if verify_input.positions.shape != (num_rows,):
             raise Unserved(Reason.POSITIONS)
-        if not lazy.source.fits(num_rows * num_nodes):
+        if not lazy.source.fits(num_rows):
             raise Unserved(Reason.OUT_OF_MEMORY)
         routing = guarded_routing(
             runtime,
@@ -121,32 +121,40 @@ class SpeculationHooks:
             batch.token_ids_logprobs,
             vocab_size=lazy.shape[1],
         )
-        reason = next(filter(None, routing.reasons), None)
-        if reason is not None:
-            raise Unserved(reason)
+        if routing.native:
+            raise Unserved(next(filter(None, routing.reasons)))
         return rows, routing
 
     def _verify(
-        self, verify_input: Any, batch: Any, logits_output: Any, rows: Batch, routing: Routing, grammar_mask: Any
+        self,
+        started: float,
+        verify_input: Any,
+        batch: Any,
+        logits_output: Any,
+        rows: Batch,
+        routing: Routing,
+        grammar_mask: Any,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Draw every node and follow the drafts. Raises Unserved after a failure; ``logits_output`` is then
         unchanged."""
         lazy, num_nodes = logits_output.next_token_logits, verify_input.draft_token_num
-        shape = (len(rows), num_nodes)
+        num_requests = len(rows.kinds)
         try:
             edits = edits_of_nodes(rows, routing, batch.sampling_info, grammar_mask, num_nodes, lazy.hidden.device)
-            slots, positions = batch.req_pool_indices[: len(rows)], verify_input.positions
+            slots, positions = batch.req_pool_indices, verify_input.positions
+            slots = slots if slots.shape[0] == num_requests else slots[:num_requests]
             asked = None
             if batch.return_logprob:
                 original = self.runtime.settings.original_logprobs
                 asked = routing.asked(batch.top_logprobs_nums, batch.token_ids_logprobs, original)
             of_nodes = None if asked is None else asked.repeated(num_nodes)
-            drawn = draw(lazy, Step(rows, slots, positions, edits, batch.return_logprob, num_nodes, of_nodes))
-            tables = (verify_input.draft_token, verify_input.retrieve_next_token, verify_input.retrieve_next_sibling)
-            drafts, first_child, next_sibling = (one.reshape(shape).to(torch.int64).contiguous() for one in tables)
-            nodes, num_tokens = follow_drafts(
-                drawn.token_ids.view(shape), drafts, first_child, next_sibling, verify_input.max_tree_depth
-            )
+            step = Step(rows, slots, positions, edits, batch.return_logprob, num_nodes, of_nodes)
+            drawn = replayed_nodes(started, lazy, step)
+            if drawn is None:
+                drawn = draw(lazy, step)
+            tree = (verify_input.draft_token, verify_input.retrieve_next_token, verify_input.retrieve_next_sibling)
+            tables = (_as_table(one, num_requests, num_nodes) for one in (drawn.token_ids, *tree))
+            nodes, num_tokens = follow_drafts(*tables, verify_input.max_tree_depth)
         except GrammarError as error:
             self.runtime.stop_grammars(str(error), error.everywhere)
             raise Unserved(Reason.ERROR) from None
@@ -162,3 +170,12 @@ class SpeculationHooks:
             logprobs = NodeLogprobs(drawn, asked, lazy.source.copies_tokens)
             setattr(logits_output, LOGPROBS_ATTRIBUTE, logprobs)
         return drawn.token_ids.to(torch.int32), num_tokens, nodes
+
+
+def _as_table(values: torch.Tensor, num_requests: int, num_nodes: int) -> torch.Tensor:
+    """``[B, D]`` int64, contiguous. SGLang's are such already, or flat; an operation that changes nothing costs a
+    microsecond."""
+    shape = (num_requests, num_nodes)
+    if values.dtype is torch.int64 and values.is_contiguous():
+        return values if values.shape == shape else values.view(shape)
+    return values.reshape(shape).to(torch.int64).contiguous()

@@ -260,9 +260,10 @@ class StepGraphs:
     stage later than that: with ``copies_tokens`` a step returns a copy of its tokens and logprobs, and no graph is told
     anything.
 
-    ready: graphs that can be replayed without another look, the table of requests that they read, and the layout of
-    their edits, None without any; by the place of the hidden states (of a prefill, the number of its rows), the kinds
-    of rows and the logprobs that are computed, as ``find`` is told them.
+    ready: graphs that can be replayed without another look, the table of requests that they read, None where the caller
+    gathers from it, and the layout of their edits, None without any; by the place of the hidden states (of a prefill,
+    the number of its rows), the kinds of rows, the nodes of each request in a verification of drafts, and the logprobs
+    that are computed, as ``find`` is told them.
 
     For these workspaces and buffers, and the head, table and screen that they were made with. is_prepared: all graphs
     that are to be captured ahead are there. num_bytes: device memory that these took.
@@ -280,7 +281,7 @@ class StepGraphs:
         self._pool = capture.new_pool()
         self._off_until: float | None = None
         self.is_prepared, self.num_bytes = False, 0
-        self.ready: dict[tuple[int, Mix, Hashable], tuple[KeyedGraphs, torch.Tensor, Hashable]] = {}
+        self.ready: dict[tuple[int, Mix, int | None, Hashable], tuple[KeyedGraphs, torch.Tensor | None, Hashable]] = {}
         self._graphs: dict[tuple[Hashable, ...], KeyedGraphs] = {}
 
     @property
@@ -301,15 +302,15 @@ class StepGraphs:
         edits: Hashable,
         logprobs: Hashable,
         table: torch.Tensor | None = None,
-        short: tuple[int, Mix] | None = None,
+        short: tuple[int, Mix, int | None] | None = None,
         staged: bool = False,
         host_bytes: int = 0,
     ) -> KeyedGraphs | None:
         """The graphs to replay, after a capture where one is due; None where the caller has to launch the step. draw:
         makes the launches that a graph captures, of all P rows. Without ``copies_tokens``, the tokens stay until
         ``SLOTS`` steps later. edits: their layout, None without any. logprobs: which of them the launches compute.
-        table: what these gather the parameters from; None where the caller has gathered them. short: the first two
-        parts of the key by which the next steps like this one find them ``ready``. staged: the launches bring the
+        table: what these gather the parameters from; None where the caller has gathered them. short: the first
+        three parts of the key by which the next steps like this one find them ``ready``. staged: the launches bring the
         batch, which ``KeyedGraphs.next_batch`` has to be told before each replay, to ``hidden``. host_bytes: of the
         logprobs beside those of the tokens."""
         graphs = self._graphs_of(hidden, kind, edits, logprobs, table, staged, host_bytes)
@@ -320,7 +321,7 @@ class StepGraphs:
             if not self._captures(graphs, draw, hidden.device):
                 return None
             self._counts.late_captures += 1
-        elif short is not None and table is not None:
+        elif short is not None:
             if len(self.ready) >= MAX_READY:  # a set of kinds that comes again may have another ``Mix``
                 self.ready.clear()
             self.ready[*short, logprobs] = graphs, table, edits

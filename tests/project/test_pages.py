@@ -220,7 +220,8 @@ def test_the_readme_has_every_decided_cell_of_moving_traffic_and_says_how_many_a
     assert not found and {of for of, _ in eight} == {eight[0][0]}
     said(
         f"in {len(decided)} of {len(cells)} cases the 99 % interval of the change in tokens per second excludes 0, "
-        f"always a gain; {len(cells) - len(decided)} decide nothing: {gain} % with 16 clients (Qwen3-1.7B's size, top-k and top-p; {interval} %)",
+        f"always a gain; {len(cells) - len(decided)} decide nothing: "
+        f"{gain} % with 16 clients (Qwen3-1.7B's size, top-k and top-p; {interval} %)",
         f"greedy, 256 clients, {greedy_gain} % ({greedy_interval} %, noisy)",
         f"with 16, 64 and 256 clients: {eight[0][0]} % each ({', '.join(words for _, words in eight)} %)",
     )

@@ -177,3 +177,47 @@ def test_a_draft_that_stands_twice_for_want_of_other_ids_keeps_its_chance():
     drafts = DraftLogits.of(logits, torch.tensor([[5, 5]]), torch.tensor([[0.9, 0.0]]))
     probabilities = torch.softmax(drafts, dim=-1) + 0.0
     assert torch.equal(probabilities, torch.tensor([[0.0, 0.0, 0.0, 0.0, 0.0, 0.9, 0.0]]))
+
+
+@pytest.fixture
+def drafts(hidden, compute):
+    """Of a graph that has six rows."""
+    captured = LazyLogits(hidden, 50, "source", compute, hidden)
+    return DraftLogits.of(captured, torch.tensor([[7], [1], [9], [4], [30], [0]]))
+
+
+def test_rows_of_drafts_are_selected_without_their_hidden_states_until_someone_reads_the_logits(
+    drafts, hidden, compute
+):
+    rows = torch.tensor([4, 1])
+    some = drafts[:5][rows]
+    assert (some.shape, some.num_rows, some.ids.tolist()) == ((2, 50), 2, [[30], [1]]) and compute.calls == 0
+    assert torch.equal(some[1:].argmax(-1), torch.tensor([1])) and compute.calls == 0
+    want = hidden[rows] @ WEIGHT.T
+    want[[0, 1], [30, 1]] = torch.finfo(torch.float32).max
+    assert torch.equal(some + 0.0, want) and compute.calls == 1
+
+
+def test_drafts_that_are_handed_out_are_the_readers_to_change(drafts):
+    """Those of a graph are at one place in all steps; selected rows have a copy already."""
+    rows = torch.tensor([4, 1])
+    for stand_in in (drafts, drafts[:5], drafts[2:], drafts[rows], torch.softmax(drafts[rows], -1)):
+        ids = drafts.ids.clone()
+        stand_in.argmax(-1, keepdim=True).fill_(-1)
+        assert torch.equal(drafts.ids, ids)
+    some = drafts[rows]
+    taken, again = some.argmax(-1), some.argmax(-1)
+    assert taken.data_ptr() == some.ids.data_ptr() != again.data_ptr()
+
+
+def test_the_first_drafts_of_a_graph_are_one_tensor_until_someone_reads_their_logits(drafts, hidden, compute):
+    first = drafts[:2]
+    assert drafts[:2] is first and drafts[:3] is not first and drafts[1:] is not drafts[1:]
+    first.dense()
+    hidden += 1  # the graph is replayed
+    drafts.ids.copy_(drafts.ids.flip(0))
+    again = drafts[:2]
+    assert again is not first and again.argmax(-1).tolist() == [0, 30]
+    assert torch.equal(again.dense()[:, 10:20], hidden[:2] @ WEIGHT.T[:, 10:20])
+    eager = DraftLogits.of(LazyLogits(hidden, 50, "source", compute), drafts.ids)
+    assert eager[:2] is not eager[:2], "no graph has them"

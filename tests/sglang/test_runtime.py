@@ -54,7 +54,7 @@ from sgl_flashsample.sglang.draw import COMMON_KINDS
 from sgl_flashsample.sglang.exchange import Exchange, RankSync
 from sgl_flashsample.sglang.head import STAGED_ROWS, HeadState
 from sgl_flashsample.sglang.hooks import StepHooks
-from sgl_flashsample.sglang.runtime import Runtime
+from sgl_flashsample.sglang.runtime import QUIET_SECONDS, Runtime
 from sgl_flashsample.sglang.screen_lifecycle import SCREEN_VARIABLE, ScreenMode
 from sgl_flashsample.sglang.settings import REPORT_PATH_VARIABLE, REQUIRE_VARIABLE, NotActiveError
 from sgl_flashsample.sglang.step_graphs import RETRY_SECONDS, SLOTS, StepCounts
@@ -732,6 +732,24 @@ def test_an_idle_server_captures_the_graphs_of_steps_ahead(preparing):
     runtime.idle()
     assert state.graphs.count == SLOTS * graphs and state.graphs.is_prepared
     assert runtime.status["heads"][0]["graphs"] == state.graphs.count
+
+
+@pytest.mark.parametrize("verified", [False, True])
+def test_a_request_that_follows_the_last_one_at_once_waits_for_no_capture(clock, preparing, verified):
+    """SGLang is idle between the two."""
+    runtime, state = preparing
+    for _ in range(3):
+        if verified:
+            runtime.count_verified(None, Routing.all_fused(1), (torch.zeros(1),) * 3, VOCAB, clock[0])
+        else:
+            runtime.metrics.add_fused(1, 0, clock[0])
+        runtime.idle()
+        clock[0] += 0.9 * QUIET_SECONDS
+        runtime.idle()
+    assert state.graphs is None
+    clock[0] += QUIET_SECONDS
+    runtime.idle()
+    assert state.graphs.count == SLOTS
 
 
 @pytest.mark.parametrize("reason", ["weights released", "weights may be released unannounced", "off"])

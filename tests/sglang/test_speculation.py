@@ -17,6 +17,9 @@ from sglang_batches import VOCAB, CountingHead, grammar, make_samplers, request
 from sgl_flashsample.api import DraftTree
 from sgl_flashsample.kernels.params import BatchParams, Truncation
 from sgl_flashsample.kernels.reference import allowed_ref
+from sgl_flashsample.sglang import draw as draw_module
+from sgl_flashsample.sglang import speculation
+from sgl_flashsample.sglang.batch import batch_of
 from sgl_flashsample.sglang.head import GraphInputs
 from sgl_flashsample.sglang.lazy_logits import LazyLogits
 from sgl_flashsample.sglang.row_table import Reason
@@ -208,6 +211,92 @@ def test_steps_are_replayed_wherever_their_positions_are_and_whichever_requests_
                 assert node < 0 or ids == likeliest[node, : top[node // len(parents)]].tolist()
     assert capture.replays == head.state.counts.replayed == steps - PATIENCE
     assert (head.state.counts.launched, head.state.counts.late_captures) == (PATIENCE, 2)
+
+
+@pytest.fixture
+def steady(hooks, info_of, hidden, device, monkeypatch) -> types.SimpleNamespace:
+    """A server that verifies chains of two nodes of three requests, in a graph of SGLang's. ``verify`` does so once,
+    for requests with these settings, and compares the tokens with the draws. looked_up: the steps that took ``draw``.
+    """
+    parents, num_rows = CHAIN[:2], 3
+    head = CountingHead(device, capture=(capture := CountingCapture(device)))
+    captured = hidden(num_rows * len(parents) + 2)  # two rows are padding
+    states = captured[:-2]
+    case = types.SimpleNamespace(head=head, capture=capture, captured=captured, states=states, looked_up=0, step=0)
+    depth = DraftTree.from_parents(parents, states.device).depth.repeat(num_rows)
+    drawing = speculation.draw
+
+    def draw(*arguments):
+        case.looked_up += 1
+        return drawing(*arguments)
+
+    monkeypatch.setattr(speculation, "draw", draw)
+    monkeypatch.setattr(draw_module, "FULL_STEP_SECONDS", 1e9)  # the interpreter takes its time
+
+    def verify(info, settings=SETTINGS[:num_rows], **changes):
+        case.step += 1
+        positions = 7 + 2 * case.step + depth
+        drawn = draws(head, states, len(parents), positions, settings).token_ids
+        drafts = good_drafts(drawn, parents, seed=case.step)
+        lazy = head.lazy(captured, captured)[:-2]
+        verify_input, batch, output = verification(info, lazy, parents, drafts, **changes)
+        verify_input.positions = positions
+        original = Original()
+        predict, num_tokens, nodes = hooks.eagle_sample(original, verify_input, batch, output)
+        assert original.calls == [] and torch.equal(predict.long(), drawn)
+        _, want_tokens, want_nodes = accepted_by_sglang(verify_input, drawn)
+        assert torch.equal(num_tokens, want_tokens) and torch.equal(nodes, want_nodes)
+
+    case.verify = verify
+    return case
+
+
+def test_a_verification_whose_like_has_been_replayed_is_replayed_without_another_look(steady, info_of):
+    """Also for other requests of the same kinds."""
+    others = [{"temperature": 0.4, "top_k": 20, "sampling_seed": 8}, SETTINGS[0], SETTINGS[1]]
+    infos = [
+        (info_of([request(str(row), **one) for row, one in enumerate(each)]), each) for each in (SETTINGS[:3], others)
+    ]
+    for step in range(PATIENCE + 10):
+        steady.verify(*infos[step % 2])
+    assert steady.looked_up == PATIENCE + 3 and steady.capture.replays == 10
+
+
+@pytest.mark.parametrize("kind", draw_module.COMMON_KINDS)
+def test_verifications_of_common_kinds_have_graphs_ahead_of_the_first_one(steady, info_of, kind):
+    truncation = {} if not kind.truncated else {"top_p": 0.9} if kind.max_top_k is None else {"top_k": 9}
+    settings = [{"temperature": 0.0} if kind.all_greedy else {"sampling_seed": row} | truncation for row in range(3)]
+    state, info = steady.head.state, info_of([request(str(row), **one) for row, one in enumerate(settings)])
+    state.captured[len(steady.captured)] = steady.captured
+    while draw_module.prepare_next(state, batch_of(info).table):
+        pass
+    for _ in range(3):
+        steady.verify(info, settings)
+    counts = state.counts
+    assert (counts.replayed, counts.launched, counts.late_captures) == (3, 0, 0) and steady.looked_up == 1
+
+
+@pytest.mark.parametrize("change", ["nothing", "logprobs", "slots", "weight", "time", "bias", "graphs are off"])
+def test_a_verification_that_is_not_as_before_is_looked_at_anew(steady, info_of, change):
+    requests = [request(str(row), **settings) for row, settings in enumerate(SETTINGS[:3])]
+    info, options = info_of(requests), {}
+    for _ in range(PATIENCE + 4):
+        steady.verify(info)
+    before, state = steady.looked_up, steady.head.state
+    if change == "logprobs":
+        options = {"return_logprob": True}
+    elif change == "slots":
+        options = {"req_pool_indices": torch.arange(1, 4, dtype=torch.int32, device=steady.states.device)}
+    elif change == "weight":
+        state.lm_head.weight.mul_(0.5)
+    elif change == "time":
+        state.full_step_at = 0.0
+    elif change == "bias":
+        info = info_of([request(str(row), logit_bias={"3": 0.0}, **one) for row, one in enumerate(SETTINGS[:3])])
+    elif change == "graphs are off":
+        state.graphs._give_up("a fault")
+    steady.verify(info, **options)
+    assert steady.looked_up - before == (change != "nothing")
 
 
 def test_top_p_is_of_what_top_k_has_left_and_min_p_is_ignored_as_in_sglangs_verification(hooks, head, info_of, hidden):
@@ -470,7 +559,7 @@ SAID = {
         "inactive_reason",
         "AttributeError: 'types.SimpleNamespace' object has no attribute",
     ),
-    "drafts that fail": ("inactive_reason", "AttributeError: 'NoneType' object has no attribute 'reshape'"),
+    "drafts that fail": ("inactive_reason", "AttributeError: 'NoneType' object has no attribute 'dtype'"),
 }
 
 
