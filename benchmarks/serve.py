@@ -43,12 +43,11 @@ import json
 import os
 import random
 import re
-import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -59,7 +58,7 @@ import step_profile
 import torch
 from common import DRY_RUN, Benchmark, Result
 from lab.servers import PretendedServer
-from servers import check_server_options, server_options
+from servers import TakingTurns, check_server_options, server_options, take_turns
 
 from sgl_flashsample.autotune.race import Ratio
 from sgl_flashsample.autotune.timing import Timing
@@ -201,28 +200,6 @@ def _retractions(server: Server) -> int:
     return sum(map(int, re.findall(r"#retracted_reqs: (\d+)", server.log_text())))
 
 
-class TakingTurns(Server):
-    """A server that stops ``others`` while it answers. Stages of a pipeline look for work without a pause, on cores
-    that the measured server needs."""
-
-    others: Sequence[TakingTurns] = ()
-
-    def _open(self, *request: Any) -> Any:
-        for other in self.others:
-            other._signal(signal.SIGSTOP)
-        self._signal(signal.SIGCONT)
-        return super()._open(*request)
-
-    def stop(self) -> None:
-        self._signal(signal.SIGCONT)
-        super().stop()
-
-    def _signal(self, number: signal.Signals) -> None:
-        if self.process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.process.pid, number)
-
-
 class ModelRun:
     """The servers of one model, and the requests to them."""
 
@@ -262,8 +239,7 @@ class ModelRun:
                             generate(running[label], LOAD, 2, SAMPLINGS[sampling], 4)
                         print(f"{self.name} {label}: ready after {time.monotonic() - began:.0f} s", flush=True)
                 if self.options.pp > 1:
-                    for server in running.values():
-                        server.others = [other for other in running.values() if other is not server]
+                    take_turns(running.values())
                 yield running
             finally:
                 for server in running.values():

@@ -1,11 +1,16 @@
-"""Shared by the benchmarks of servers: their options, and failures and the rows of each path of a server of ours."""
+"""Shared by the benchmarks of servers: their options, servers that answer in turns, and failures and the rows of each
+path of a server of ours."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import os
 import re
+import signal
 import tempfile
 import time
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,3 +54,32 @@ def check_server_options(options: Any) -> None:
     if any("=" not in text for text in options.set):
         raise ValueError(f"--set is {options.set}; expected NAME=VALUE")
     options.set = dict(text.split("=", 1) for text in options.set)
+
+
+class TakingTurns(Server):
+    """A server that stops ``others`` while it answers: they look for work, stages of a pipeline without a pause, on
+    cores that the measured server needs."""
+
+    others: Sequence[TakingTurns] = ()
+
+    def _open(self, *request: Any) -> Any:
+        for other in self.others:
+            other._signal(signal.SIGSTOP)
+        self._signal(signal.SIGCONT)
+        return super()._open(*request)
+
+    def stop(self) -> None:
+        self._signal(signal.SIGCONT)
+        super().stop()
+
+    def _signal(self, number: signal.Signals) -> None:
+        if self.process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, number)
+
+
+def take_turns(servers: Iterable[Any]) -> None:
+    """From now on one of these ``TakingTurns``, which are all ready, runs while the others stand still."""
+    servers = list(servers)
+    for server in servers:
+        server.others = [other for other in servers if other is not server]

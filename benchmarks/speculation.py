@@ -20,7 +20,8 @@ of its size. STANDALONE drafts with a smaller one whose logits have a normal err
 were answered. NGRAM drafts from what it has seen. EAGLE and NEXTN (MTP) have one layer whose hidden states are almost
 the target's, EAGLE3 one that knows nothing and an LM head of 32,000 ids (``tests/lab/drafters.py``): they
 show what a step costs. All servers of an algorithm run at once, with ``--draft-tokens`` nodes per verification (the
-root and its drafts), and are measured in turns. Medians, and half the distance between the quartiles.
+root and its drafts), and are measured in turns; the others stand still. Medians, and half the distance between the
+quartiles.
 
 The likeliest ids are the 15 % most frequent of a million tokens that the target has drawn before, at the same
 temperatures, from its known distribution. Contexts of a checkpoint are peaked, Zipf-like or almost flat, which few
@@ -71,7 +72,7 @@ import torch
 from common import Benchmark, Result
 from lab import drafters
 from lab.servers import server_on_this_machine
-from servers import check_server_options, server_options
+from servers import TakingTurns, check_server_options, server_options, take_turns
 from step_profile import correlation, events_of, record
 
 from sgl_flashsample.autotune.timing import Timing
@@ -346,6 +347,7 @@ class Run:
                 said = server.log_lines("flashsample: drafts ")[-1:]
                 if not all(words in "".join(said) for words in BACKENDS[name].says):
                     raise ServerError(f"drafts of {name} are not what they are to be: {said}")
+            take_turns(servers.values())
             cells = [
                 (batch, temperature) for batch in self.options.batches for temperature in self.options.temperatures
             ]
@@ -435,6 +437,7 @@ class Run:
             log=self.options.logs / f"{self.about['model']}-{self.algorithm}-{self.nodes}-{name}.log",
             environment=environment,
             gpu_arguments=[*GPU_ARGUMENTS, "--mem-fraction-static", str(self.options.memory_share)],
+            kind=TakingTurns,
         )
 
     def _cell(

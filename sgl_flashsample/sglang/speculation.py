@@ -154,7 +154,8 @@ class SpeculationHooks:
                 drawn = draw(lazy, step)
             tree = (verify_input.draft_token, verify_input.retrieve_next_token, verify_input.retrieve_next_sibling)
             tables = (_as_table(one, num_requests, num_nodes) for one in (drawn.token_ids, *tree))
-            nodes, num_tokens = follow_drafts(*tables, verify_input.max_tree_depth)
+            token_ids, drafts, first_child, next_sibling = tables
+            nodes, num_tokens = follow_drafts(token_ids, drafts, first_child, next_sibling, verify_input.max_tree_depth)
         except GrammarError as error:
             self.runtime.stop_grammars(str(error), error.everywhere)
             raise Unserved(Reason.ERROR) from None

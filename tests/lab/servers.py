@@ -41,15 +41,14 @@ def server_on_this_machine(
     *,
     log: Path,
     environment: Mapping[str, str] | None = None,
+    kind: type[Server] = Server,
     **options: Any,
 ) -> Server:
-    """A server, not started. Arguments and options: of ``Server.on_this_machine``."""
+    """A server of this kind, not started. Arguments and options: of ``Server.on_this_machine``."""
     pretended = {}
     if not torch.cuda.is_available():
         pretended = pretended_environment(log.parent / "cpu")
-    return Server.on_this_machine(
-        model, arguments, log=log, environment={**pretended, **(environment or {})}, **options
-    )
+    return kind.on_this_machine(model, arguments, log=log, environment={**pretended, **(environment or {})}, **options)
 
 
 class PretendedServer:

@@ -758,7 +758,7 @@ http.server.HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])
 """
 
 
-def test_servers_with_a_pipeline_stand_still_while_another_one_answers(load, tmp_path):
+def test_servers_that_take_turns_stand_still_while_another_one_answers(load, tmp_path):
     def stands_still(server) -> bool:
         return Path(f"/proc/{server.process.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
 
@@ -768,10 +768,11 @@ def test_servers_with_a_pipeline_stand_still_while_another_one_answers(load, tmp
             time.sleep(0.01)
         return still
 
-    kind, launcher = load("serve").TakingTurns, (sys.executable, "-c", ANSWERING)
-    servers = [kind("m", [], backend=None, log=tmp_path / name, launcher=launcher, patience=5.0) for name in "ab"]
+    module, launcher = load("servers"), (sys.executable, "-c", ANSWERING)
+    options = {"backend": None, "launcher": launcher, "patience": 5.0}
+    servers = [module.TakingTurns("m", [], log=tmp_path / name, **options) for name in "ab"]
     with servers[0] as first, servers[1] as second:
-        first.others, second.others = [second], [first]
+        module.take_turns(servers)
         for one, other in ((first, second), (second, first), (first, second)):
             assert one.get("/anything") == "here"
             assert comes_to_stand(other) and not stands_still(one)
