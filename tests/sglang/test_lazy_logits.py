@@ -181,7 +181,7 @@ def test_a_draft_that_stands_twice_for_want_of_other_ids_keeps_its_chance():
 
 @pytest.fixture
 def drafts(hidden, compute):
-    """Of a graph that has six rows."""
+    """Drafts of a graph with six rows."""
     captured = LazyLogits(hidden, 50, "source", compute, hidden)
     return DraftLogits.of(captured, torch.tensor([[7], [1], [9], [4], [30], [0]]))
 
@@ -199,7 +199,7 @@ def test_rows_of_drafts_are_selected_without_their_hidden_states_until_someone_r
 
 
 def test_drafts_that_are_handed_out_are_the_readers_to_change(drafts):
-    """Those of a graph are at one place in all steps; selected rows have a copy already."""
+    """Drafts of a graph stay at one place in all steps; selected rows have a copy already."""
     rows = torch.tensor([4, 1])
     for stand_in in (drafts, drafts[:5], drafts[2:], drafts[rows], torch.softmax(drafts[rows], -1)):
         ids = drafts.ids.clone()
