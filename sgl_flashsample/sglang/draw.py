@@ -142,24 +142,21 @@ def replayed_nodes(started: float, lazy: LazyLogits, step: Step) -> Drawn | None
     """``replayed`` of a verification of drafts without edits and logprobs, by launches that gather the parameters of
     its nodes and a graph. None where ``draw`` has to serve it."""
     state, captured, batch, nodes = lazy.source, lazy.captured, step.batch, step.nodes
-    graphs, slots, positions, table = state.graphs, step.slots, step.positions, batch.table
+    graphs = state.graphs
     if (
         graphs is None
         or captured is None
         or step.edits is not None
         or step.return_logprob
         or started > state.full_step_at
-        or table.is_too_small
+        or batch.table.is_too_small
         or not state.is_current()
     ):
         return None
     ready = graphs.ready.get((captured.data_ptr(), batch.mix, nodes, False))
     if ready is None or ready[2] is not None:
         return None
-    try:
-        table.gather(slots, positions, state.rows, nodes=nodes, drafts=True, rows=captured.shape[0])
-    except ValueError:  # SGLang has the slots or the positions elsewhere, or in another dtype
-        return None
+    gather(state, step, captured.shape[0])
     state.counts.replayed += 1
     return ready[0].replay_next(lazy.num_rows)
 

@@ -220,7 +220,7 @@ def test_the_readme_has_every_decided_cell_of_moving_traffic_and_says_how_many_a
     assert not found and {of for of, _ in eight} == {eight[0][0]}
     said(
         f"in {len(decided)} of {len(cells)} cases the 99 % interval of the change in tokens per second excludes 0, "
-        f"always a gain; {len(cells) - len(decided)} decide nothing: "
+        f"always a gain ({len(cells) - len(decided)} decide nothing): "
         f"{gain} % with 16 clients (Qwen3-1.7B's size, top-k and top-p; {interval} %)",
         f"greedy, 256 clients, {greedy_gain} % ({greedy_interval} %, noisy)",
         f"with 16, 64 and 256 clients: {eight[0][0]} % each ({', '.join(words for _, words in eight)} %)",
@@ -262,6 +262,21 @@ def test_the_readme_says_what_drafts_of_eagle_lose_to_sglangs_best_mode_and_why(
         f"({busy['coupled'] / 1e3:.1f} ms, stock {busy['rejection'] / 1e3:.1f})",
         f"SGLang's default mode, temperature 1: {min(over['stock']):.1f} to {max(over['stock']):.1f} times",
     )
+
+
+def test_the_page_of_drafts_says_what_a_pass_of_few_ids_takes_and_where_tokens_come_faster():
+    text = " ".join(text_of("docs/operate/speculation.md").split())
+    cells = drafted("h200-speculation")
+    one = cells[1.0, "EAGLE", "qwen3-1.7b", 1]
+    hot, whole = (f"{one[name]['draft_step_us']:.0f}" for name in ("hot", "coupled"))
+    assert (
+        f"a pass of Qwen3-1.7B's EAGLE layer took {hot} µs ({whole}); tokens per second rose with 98 % covered" in text
+    )
+    for (temperature, *_), cell in cells.items():
+        faster = cell["hot"]["tokens_s"] > cell["coupled"]["tokens_s"]
+        covered = round(100 * cell["hot"]["covered"])
+        assert (temperature, covered, faster) in ((0.0, 100, True), (0.7, 98, True), (1.0, 80, False), (1.0, 81, False))
+    assert "rose with 98 % covered and fell with 80 %" in text
 
 
 def test_the_readme_says_how_many_cells_a_bench_decides_in_its_ten_minutes():

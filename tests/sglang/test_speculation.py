@@ -276,7 +276,7 @@ def test_verifications_of_common_kinds_have_graphs_ahead_of_the_first_one(steady
     assert (counts.replayed, counts.launched, counts.late_captures) == (3, 0, 0) and steady.looked_up == 1
 
 
-@pytest.mark.parametrize("change", ["nothing", "logprobs", "slots", "weight", "time", "bias", "graphs are off"])
+@pytest.mark.parametrize("change", ["nothing", "logprobs", "weight", "time", "bias", "graphs are off"])
 def test_a_verification_that_is_not_as_before_is_looked_at_anew(steady, info_of, change):
     requests = [request(str(row), **settings) for row, settings in enumerate(SETTINGS[:3])]
     info, options = info_of(requests), {}
@@ -285,8 +285,6 @@ def test_a_verification_that_is_not_as_before_is_looked_at_anew(steady, info_of,
     before, state = steady.looked_up, steady.head.state
     if change == "logprobs":
         options = {"return_logprob": True}
-    elif change == "slots":
-        options = {"req_pool_indices": torch.arange(1, 4, dtype=torch.int32, device=steady.states.device)}
     elif change == "weight":
         state.lm_head.weight.mul_(0.5)
     elif change == "time":
