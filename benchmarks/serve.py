@@ -18,8 +18,8 @@ plane    our backend, and one that draws on the CPU (``decision_plane.py``); ans
 repeats  stock SGLang and our backend, each cell measured ten times anew: how often the verdict is the same
 prompts  stock SGLang and our backend: milliseconds of a request for one token and the logprobs of its prompt, of 2,048
          and of 32,768 tokens, and by how many MB the memory of the server has grown after the first
-answers  our backend twice, with ``--deterministic``: how many of 1,000 requests have other tokens or logprobs than
-         alone, among 63 others, and in chunks, after retractions and without CUDA graphs
+answers  our backend, with ``--deterministic``: how many of 1,000 requests have other tokens or logprobs than alone,
+         among 63 others; in chunks, after retractions and without CUDA graphs; on another GPU, where there are two
 host     our backend alone on the host: microseconds of the sampler's host time per step
 profile  calls per decode step, stock and ours, counted in profiler traces (``step_profile.py``), how long the GPU
          idles between kernels, and the time of kernels that are no part of the model's graph; with several
@@ -122,7 +122,7 @@ GRAPHS: Backends = {
     "two roots": Backend(OURS, {MODEL_GRAPHS_VARIABLE: "1"}),
 }
 SCREENS: Backends = {f"screen {mode}": Backend(OURS, {"FLASHSAMPLE_SCREEN": mode}) for mode in ("off", "on")}
-USUAL, OTHER, CHUNK = "usual", "other", "64"
+USUAL, OTHER, SECOND_GPU, CHUNK = "usual", "other", "second GPU", "64"
 ANSWERERS: Backends = {
     USUAL: BACKENDS[OURS],
     OTHER: Backend(
@@ -138,6 +138,9 @@ ANSWERERS: Backends = {
 }
 # The server that is asked in each way.
 WAYS = {"among others": USUAL, "in chunks, retracted, without CUDA graphs": OTHER}
+if torch.cuda.device_count() > 1:
+    ANSWERERS[SECOND_GPU] = Backend(OURS, {"CUDA_VISIBLE_DEVICES": "1"})
+    WAYS["among others, on a second GPU"] = SECOND_GPU
 
 
 def _free_mb() -> float:
