@@ -1021,8 +1021,10 @@ def test_captured_passes_draw_the_learned_ids_that_a_step_has_taken_over(learnin
     both = BothGraphs(Graphs(), server.runtime.draft_vocabulary)
     both.capture_one(key, lambda: server.call(batch, states).tokens)
     seen = []
-    for ids in (FREQUENT, FREQUENT, range(300, 300 + WINDOW), range(500, 540), range(500, 540)):
-        answered(server, ids)
+    others = range(500, 540)
+    # After one window, most of the others have been answered no more often than ids that came once before them.
+    for ids, windows in ((FREQUENT, 1), (FREQUENT, 1), (range(300, 300 + WINDOW), 1), (others, 2), (others, 1)):
+        answered(server, ids, windows)
         server.load(info_of(requests_at(1.0, REQUESTS)))
         assert torch.equal(both.replay(key, batch), server.call(batch, states).argmax(-1))
         seen.append(server.runtime.draft_vocabulary.in_use)
