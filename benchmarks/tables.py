@@ -363,7 +363,7 @@ def eight(folder: Path) -> Table | None:
     big = {"model": "qwen3-8b", "batch": STANDING}
     one_gpu = big | {"tp": None, "pp": None, "deterministic": None}
     head_8b = (151936, 4096, 16)
-    drafts = {"model": "qwen3-1.7b", "algorithm": "EAGLE", "batch": 32, "temperature": 1.0}
+    drafts = {"model": "qwen3-8b", "algorithm": "EAGLE", "batch": 32, "temperature": 1.0}
 
     def with_drafts() -> Pair:
         return next(pair for row, pair in draft_pairs(Results("h200", folder)) if _has(row, drafts))
@@ -393,7 +393,7 @@ def eight(folder: Path) -> Table | None:
             us,
             lambda: _step("h200", folder, *head_8b, "t1", screened=True),
         ),
-        ("H200, Qwen3-1.7B, 32 requests, temperature 1, drafts of a made EAGLE model", rate, with_drafts),
+        ("H200, Qwen3-8B, 32 requests, temperature 1, drafts of a made EAGLE model", rate, with_drafts),
     ]
     lines = []
     for name, (scale, digits, unit), measured in numbers:

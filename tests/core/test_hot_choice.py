@@ -55,11 +55,11 @@ def test_a_set_is_never_judged_by_the_tokens_that_it_was_made_from(choice):
 
 
 def test_ids_of_the_last_window_are_in_the_new_set(choice):
-    """20 ids of the second window are new, each of one token; the set has room for them."""
-    choice.add(window(range(800, 880)))
-    second = np.concatenate([np.resize(np.arange(800, 880), 480), np.arange(880, 900)])
+    """7 ids of the second window are new, each of one token; the set has room for them."""
+    choice.add(window(range(800, 893)))
+    second = np.concatenate([np.resize(np.arange(800, 893), 493), np.arange(893, 900)])
     (change,) = choice.add(second)
-    assert change.token_ids.tolist() == list(range(800, 900)) and change.covers == 0.96
+    assert change.token_ids.tolist() == list(range(800, 900)) and change.covers == 0.986
 
 
 MARGIN = 1 / TOKENS
@@ -74,9 +74,9 @@ MARGIN = 1 / TOKENS
         (GIVEN_UP, GIVEN_UP + MARGIN, Verdict.GIVEN_UP),
         (MOST_MISSED + MARGIN, 0.9, Verdict.GIVEN_UP),
         (MOST_MISSED, GIVEN_UP + MARGIN, Verdict.RENEWED),
-        (0.02, 0.02 + WORTH + MARGIN, Verdict.RENEWED),
-        (0.02, 0.02 + WORTH - MARGIN, None),
-        (0.02, 0.01, None),
+        (0.01, 0.01 + WORTH + MARGIN, Verdict.RENEWED),
+        (0.01, 0.01 + WORTH - MARGIN, None),
+        (0.01, 0.005, None),
     ],
 )
 def test_what_becomes_of_a_set_by_what_it_and_a_candidate_miss(missed_by_candidate, missed_in_use, verdict):
@@ -100,22 +100,22 @@ def test_a_set_is_renewed_when_the_traffic_changes_to_ids_that_counts_cover_by_t
 
 
 def test_a_set_whose_ids_fade_is_renewed_from_what_takes_their_place(choice):
-    """A twentieth of the tokens more at each window: counts follow, and drafts are never given up."""
+    """A hundredth of the tokens more at each window: counts follow, and drafts are never given up."""
     assert verdicts(choice.add(np.tile(window(range(800, 850)), 2))) == [Verdict.ADOPTED]
     found = []
-    for share in range(20, 501, 20):
+    for share in range(5, 501, 5):
         found += choice.add(np.concatenate([window(range(800, 850))[share:], window(range(600, 650))[:share]]))
-    assert set(verdicts(found)) == {Verdict.RENEWED} and found[-1].covers == 1.0
+    assert set(verdicts(found)) == {Verdict.RENEWED} and found[-1].token_ids[:50].tolist() == list(range(600, 650))
     assert all(change.covers > change.before for change in found)
 
 
 def test_a_set_is_given_up_when_no_set_covers_the_traffic_and_adopted_when_one_does_again(choice):
     adopted(choice)
-    assert choice.add(window(FIRST, 0.05)) == []
-    (change,) = choice.add(window(FIRST, 0.06, seen=1))
+    assert choice.add(window(FIRST, 0.02)) == []
+    (change,) = choice.add(window(FIRST, 0.03, seen=1))
     assert change.verdict is Verdict.GIVEN_UP and change.token_ids is None
-    assert change.covers == pytest.approx(0.94) and change.before == pytest.approx(0.94)
-    assert choice.add(window(FIRST, 0.044, seen=2)) == [], "too close to be adopted"
+    assert change.covers == pytest.approx(0.97) and change.before == pytest.approx(0.97)
+    assert choice.add(window(FIRST, 0.018, seen=2)) == [], "too close to be adopted"
     assert verdicts(choice.add(window(FIRST))) == [Verdict.ADOPTED]
 
 
@@ -150,9 +150,9 @@ def test_a_small_vocabulary_has_small_windows():
 
 
 def test_a_set_of_zipf_like_tokens_is_adopted_within_a_few_windows_and_improves_as_more_are_counted():
-    """32,768 ids, of which the set has 15 %: at best it covers 99 %."""
+    """32,768 ids, of which the set has 15 %: at best it covers 99.9 %."""
     generator = np.random.default_rng(1)
-    shares, names = 1 / np.arange(1, 32_769) ** 1.5, generator.permutation(32_768)
+    shares, names = 1 / np.arange(1, 32_769) ** 1.7, generator.permutation(32_768)
     choice = HotChoice(32_768, 4_928)
     found = []
     for place in range(60):
@@ -161,4 +161,4 @@ def test_a_set_of_zipf_like_tokens_is_adopted_within_a_few_windows_and_improves_
     places, kinds, _, covers, _ = zip(*found, strict=True)
     assert places[0] < 5 and 2 <= len(kinds) <= 6
     assert kinds == (Verdict.ADOPTED, *[Verdict.RENEWED] * (len(kinds) - 1))
-    assert covers[-1] > covers[0] + 0.02
+    assert covers[-1] > covers[0] + 0.005
