@@ -50,6 +50,8 @@ reference, of the logits that the target is known to have, cannot tell the two t
 by a rounding. The first token of each answer is compared with the reference itself. Ends with 1 where a difference is
 none.
 
+``--tp``: GPUs of each server, whose ranks share the LM heads; its rows say so.
+
 Runs on a CPU too, slowly, with ``--sizes tiny``.
 """
 
@@ -318,6 +320,8 @@ class Run:
         self.about = {"model": size, "algorithm": algorithm, "draft_tokens": nodes}
         if algorithm == "STANDALONE":
             self.about["error"] = error
+        if options.tp > 1:
+            self.about["tp"] = options.tp
         self.size, self.error = markov.SIZES[size], error
         self.backends = [name for name in options.backends if algorithm in BACKENDS[name].algorithms]
         if "tokens" in options.only:
@@ -424,6 +428,8 @@ class Run:
                 arguments += ["--speculative-token-map", str(self._token_map)]
             if self.algorithm != "NEXTN":
                 arguments += ["--speculative-draft-model-path", str(self._draft_folder)]
+        if self.options.tp > 1:
+            arguments += ["--tp-size", str(self.options.tp)]
         backend, on_gpu = BACKENDS[name], torch.cuda.is_available()
         environment = backend.environment | ({DRAFT_VOCAB_VARIABLE: str(self._counts)} if backend.hot else {})
         environment |= self.options.set
@@ -564,6 +570,7 @@ def drawn(
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sizes", nargs="+", choices=markov.SIZES, default=["qwen3-1.7b"])
     parser.add_argument("--algorithms", nargs="+", choices=ALGORITHMS, default=["NGRAM", "STANDALONE"])
+    parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks of each server")
     parser.add_argument("--draft-tokens", type=int, nargs="+", default=[4, 8], metavar="NODES")
     parser.add_argument("--errors", type=float, nargs="+", default=[0.6], help="of the draft's logits")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
@@ -598,7 +605,7 @@ def measure(options: Any, result: Result) -> int:
     return result.close() or int(any(row.get("different") for row in result.rows))
 
 
-PLACE = ("section", "model", "algorithm", "draft_tokens", "error", "batch", "temperature", "backend")
+PLACE = ("section", "model", "tp", "algorithm", "draft_tokens", "error", "batch", "temperature", "backend")
 CELL = ("section", "batch", "temperature", "backend")
 BENCHMARKS = {
     "speculation": Benchmark(__doc__, measure, add_options, prepare, SECTIONS, ("speed",), PLACE, CELL, needs_gpu=False)

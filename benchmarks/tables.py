@@ -245,7 +245,7 @@ def _traffic(sides: dict[str, Row]) -> Pair | None:
 
 SERVER = ("model", "tp", "pp", "deterministic", "speculation", "sampling", "batch")
 CLIENTS = ("model", "pp", "arrivals", "clients", "sampling")
-DRAFTS = ("model", "algorithm", "draft_tokens", "error", "batch", "temperature")
+DRAFTS = ("model", "tp", "algorithm", "draft_tokens", "error", "batch", "temperature")
 DRAFTS_OF_SGLANG = (STOCK, "rejection", "block", "tree", "map")  # backends of speculation.py
 
 

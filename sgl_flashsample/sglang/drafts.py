@@ -15,6 +15,9 @@ model's LogitsProcessor returns, the drafts are known. It returns a stand-in for
 largest one in each row is the draft. A graph reads temperatures and seeds in buffers that never move, and each step of
 the server fills them first. The workspace and the screen that it was captured with stay too; until a change of weights
 is over, and after a failure, graphs draft from an outdated screen: fewer drafts are accepted, the tokens are the same.
+
+Ranks that share the draft model's LM head each draw from their part, and exchange the draws as in a step of the target
+(``exchange.py``), also within SGLang's graphs. They draft alike, so a failure on one of them ends the server.
 """
 
 from __future__ import annotations
@@ -34,6 +37,7 @@ from ..selfcheck import MAX_COMPILED_ROWS
 from ..switches import ALL_IDS, DRAFT_VOCAB_VARIABLE, DRAFTS_VARIABLE, text, word
 from .batch import Batch, batch_of, routing_of
 from .draft_graphs import BothGraphs
+from .exchange import Exchange
 from .find_heads import heads_of, processors_of
 from .lazy_logits import DraftLogits, LazyLogits, plain
 from .learned_vocabulary import LearnedVocabulary, hot_vocabulary
@@ -79,8 +83,8 @@ def _announce_stock(reason: str) -> None:
 
 
 class Drafts:
-    """The drafts of a server with one draft model, on one GPU. Its methods are hooks, and none of them raises: drafts
-    are SGLang's own after a failure, and the log says why."""
+    """The drafts of a server with one draft model. Its methods are hooks. After a failure drafts are SGLang's own, and
+    the log says why; on ranks that share a head, it is a RankError."""
 
     def __init__(self, runtime: Runtime, mode: DraftMode) -> None:
         self.runtime, self.mode = runtime, mode
@@ -92,6 +96,7 @@ class Drafts:
         self._head: Head | None = None  # with scratch and a screen of its own
         self._own: OwnVocabulary | None = None  # where some of the target's ids are drafted
         self._learned: LearnedVocabulary | None = None  # where they are while it is in use
+        self._exchange: Exchange | None = None  # with the ranks that hold the rest of the head
         self.no_graphs_reason: str | None = None  # why graphs are captured of one vocabulary alone
         self._max_rows = 0  # rows that are drawn at once
 
@@ -112,6 +117,7 @@ class Drafts:
                 self.runtime.draws_drafts = True
         except Exception as error:  # a server must start without
             reason = f"{type(error).__name__}: {error}"
+            self.runtime.stay_with_ranks(reason)
         if reason is not None:
             return self._stop(reason)
         if not_coupled is None:
@@ -134,7 +140,14 @@ class Drafts:
             weight = getattr(lm_head, "weight", None)
             if token_ids is not None and weight is not None and len(weight) == len(token_ids):
                 processor.vocab_size = len(token_ids)  # with a token map it is still the target's
-        return self.runtime.prepare_draft_head(model, starting=False)
+        reason = self.runtime.prepare_draft_head(model, starting=False)
+        if reason is not None:
+            return reason
+        state = self.runtime.draft_head
+        assert state is not None
+        if state.whole_rows or state.straddling is not None:
+            return "groups of 16 ids of the draft model lie on two ranks"
+        return None
 
     def _not_coupled(self, worker: Any, processor: Any) -> str | None:
         """Why drafts are greedy; None where they are coupled."""
@@ -158,15 +171,19 @@ class Drafts:
         is_shared = state in self.runtime.heads  # whose scratch is replaced when a batch outgrows it
         if not is_shared:
             state.update(self._max_rows)
+        self._exchange = state.exchange
+        if self._exchange is not None and self._exchange.memory is not None:
+            self._max_rows = min(self._max_rows, self._exchange.memory.max_rows)
         token_ids = _own_token_ids(worker)
-        if token_ids is None:
+        if token_ids is None and self._exchange is None:
             self._use(hot_vocabulary(state.head.lm_head, self._max_rows, self.no_graphs_reason))
         elif text(DRAFT_VOCAB_VARIABLE) != ALL_IDS:
-            logger.warning("flashsample: %s does nothing: the draft model has some of the ids", DRAFT_VOCAB_VARIABLE)
+            why = "several ranks share its head" if token_ids is None else "it has some of the ids"
+            logger.warning("flashsample: %s does nothing for this draft model: %s", DRAFT_VOCAB_VARIABLE, why)
         self._head = state.head.twin(self._max_rows if is_shared and self._own is None else 0)
         if token_ids is not None and self.mode is DraftMode.COUPLED:
             (vocab_size,) = {target.processor.vocab_size for target in self.runtime.heads}
-            self._own = OwnVocabulary(self._head, token_ids, vocab_size, self._max_rows)
+            self._own = OwnVocabulary(self._head, token_ids, vocab_size, self._max_rows, exchange=self._exchange)
         if self._own is not None:
             self._max_rows = self._own.max_rows
         else:
@@ -206,7 +223,7 @@ class Drafts:
                 rows.table.gather(slots, slots, self._rows)
             self._batch = rows
         except Exception as error:
-            self._stop(f"until restart, after {type(error).__name__}: {error}")
+            self._fail(error)
 
     def _follow_weight(self) -> None:
         """Renew a copy of rows of the head. While a change of weights is under way it stays: its end is announced."""
@@ -248,10 +265,10 @@ class Drafts:
         try:
             forward_batch = kwargs["logits_metadata"] if "logits_metadata" in kwargs else args[_METADATA]
             drafts = self._draw(lazy, forward_batch)
-        except torch.OutOfMemoryError:  # one pass lacks memory: SGLang computes its logits
-            pass
+        except torch.OutOfMemoryError as error:  # one pass lacks memory: SGLang computes its logits
+            self.runtime.stay_with_ranks(f"drafts: {error}")
         except Exception as error:  # in the steps before a capture, or outside of any
-            self._stop(f"until restart, after {type(error).__name__}: {error}")
+            self._fail(error)
         output.next_token_logits = plain(lazy) if drafts is None else DraftLogits.of(lazy, *drafts)
 
     def _draw(self, lazy: LazyLogits, forward_batch: Any) -> _Drawn | None:
@@ -287,8 +304,11 @@ class Drafts:
         """``_draw`` of as many rows as are drawn at once."""
         assert self._head is not None
         if self._num_children == 1:
-            ids = self._head.draw(hidden, params).token_ids if own is None else own.draw(hidden, params)
-            return ids[:, None], None
+            if own is not None:
+                return own.draw(hidden, params)[:, None], None
+            drawn = self._head.draw(hidden, params)
+            drawn = drawn if self._exchange is None else self._exchange.merge(drawn)
+            return drawn.token_ids[:, None], None
         drawer = self._head if own is None else own
         ids, scores = drawer.draw_children(hidden, params, self._num_children)
         return ids, torch.softmax(_SHARPNESS * scores, -1).mul_(_CEILING)
@@ -310,6 +330,11 @@ class Drafts:
             draft_tokens[:, draft_token_column : draft_token_column + 1].copy_(drafts)
         positions.add_(1)
         return torch.ones_like(drafts, dtype=torch.float32), drafts
+
+    def _fail(self, error: Exception) -> None:
+        reason = f"{type(error).__name__}: {error}"
+        self.runtime.stay_with_ranks(f"drafts: {reason}")
+        self._stop(f"until restart, after {reason}")
 
     def _stop(self, reason: str) -> None:
         self.runtime.draws_drafts = False

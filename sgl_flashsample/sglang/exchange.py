@@ -161,6 +161,14 @@ class Exchange:
             self.memory = memory
             self._allocated = region, handle  # the regions are views, which do not keep the memory
 
+    def use_memory_of(self, other: Exchange | None) -> bool:
+        """Exchange through the memory that the same ranks have connected for another LM head. False where ``other`` is
+        of other ranks."""
+        if other is None or other._group is not self._group:
+            return False
+        self.memory, self._allocated = other.memory, other._allocated
+        return True
+
     def of_all(self, values: list[int]) -> list[list[int]]:
         """The values of all ranks, in their order, each of as many. They travel through host memory, in each step."""
         own = torch.tensor(values)

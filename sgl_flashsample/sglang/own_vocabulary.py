@@ -21,6 +21,7 @@ from ..kernels.draft_children import Children
 from ..kernels.params import BatchParams, LMHead
 from ..kernels.rng import GROUP_SIZE
 from ..kernels.sample_own_ids import OwnIds
+from .exchange import Exchange
 from .screen_lifecycle import lack_of_memory
 
 MAX_ROWS = 256  # drawn at a time: their logits are in memory of their own
@@ -30,8 +31,9 @@ MEMORY_SHARE = 0.5  # of the free memory that a copy may take: SGLang's CUDA gra
 def unsupported_ids(token_ids: torch.Tensor, lm_head: LMHead, vocab_size: int) -> str | None:
     """Why drafts of these ids, ``[H]``, cannot be coupled; None where they can. lm_head: the draft model's. vocab_size:
     ids of the target. Waits for the device."""
-    if len(token_ids) != lm_head.vocab_size:
-        return f"the draft model has {lm_head.vocab_size} rows for {len(token_ids)} of the target's ids"
+    rows = lm_head.spec.total_ids or lm_head.vocab_size
+    if len(token_ids) != rows:
+        return f"the draft model has {rows} rows for {len(token_ids)} of the target's ids"
     ordered = token_ids.sort().values
     if not (ordered[0] >= 0 and ordered[-1] < vocab_size and (ordered[1:] > ordered[:-1]).all()):
         return f"the draft model's ids are not different ones from 0 to {vocab_size - 1}"
@@ -43,17 +45,26 @@ class OwnVocabulary:
 
     max_rows: of a draw, ``MAX_ROWS`` at most. head: of the draft model, or a part of it; its weight may be replaced.
     token_ids: ``[H]`` int64, the id that each of its rows has in the target. vocab_size: V, ids of the target.
-    draws_rows: a draft is a row of the head; else the target's id.
+    draws_rows: a draft is a row of the head; else the target's id. exchange: with the ranks that hold the other rows of
+    the head; each draws from the ids of its own.
     """
 
     def __init__(
-        self, head: Head, token_ids: torch.Tensor, vocab_size: int, max_rows: int, *, draws_rows: bool = True
+        self,
+        head: Head,
+        token_ids: torch.Tensor,
+        vocab_size: int,
+        max_rows: int,
+        *,
+        draws_rows: bool = True,
+        exchange: Exchange | None = None,
     ) -> None:
         lm_head = head.lm_head
         device = lm_head.weight.device
         token_ids = token_ids.to(device)
-        self._head, self.max_rows = head, min(max_rows, MAX_ROWS)
-        self._ids = OwnIds(token_ids, vocab_size, in_order=bool((token_ids[1:] > token_ids[:-1]).all()))
+        self._head, self.max_rows, self._exchange = head, min(max_rows, MAX_ROWS), exchange
+        here = token_ids[lm_head.vocab_start : lm_head.vocab_start + lm_head.vocab_size]
+        self._ids = OwnIds(here, vocab_size, in_order=bool((here[1:] > here[:-1]).all()))
         self._places: torch.Tensor | None = None
         if draws_rows:
             self._places = torch.zeros(vocab_size, dtype=torch.int64, device=device)
@@ -70,7 +81,8 @@ class OwnVocabulary:
     def draw(self, hidden: torch.Tensor, params: BatchParams) -> torch.Tensor:
         """``[N]`` int64: the draft of each of up to ``max_rows`` rows, as SGLang expects it from the draft model."""
         logits = self._head.logits(hidden, out=self._logits[: len(hidden)])
-        return self._drafts(self._head.draw_from_own_ids(logits, self._ids, params).token_ids)
+        drawn = self._head.draw_from_own_ids(logits, self._ids, params)
+        return self._drafts((drawn if self._exchange is None else self._exchange.merge(drawn)).token_ids)
 
     def draw_children(self, hidden: torch.Tensor, params: BatchParams, number: int) -> Children:
         """``Head.draw_children`` of up to ``max_rows`` rows, among these ids, as ``draw`` returns them."""

@@ -704,10 +704,15 @@ class Runtime:
             return "the draft model has the weight of the target's quantised LM head without its scales"
         same = next((state for state in self.heads if state.is_of(*pairs[0])), None)
         prepared = same or self._prepare(*pairs[0], starting=starting)
-        if isinstance(prepared, str):
-            return prepared
         if same is None:
+            (reason,) = self._agree_on_heads([prepared])
+            if reason is not None or isinstance(prepared, str):
+                return reason
+            # Drafts exchange records alone, which have room in the target's memory.
+            if prepared.exchange is not None and not prepared.exchange.use_memory_of(self.heads[0].exchange):
+                return "the ranks of the draft model's LM head are not those of the target's"
             self._race_screens([prepared])
+        assert isinstance(prepared, HeadState)
         self.draft_head = prepared
         return None
 

@@ -10,20 +10,32 @@ import time
 import types
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 import torch
-from head_states import Processor, dtype_on, is_serving, make_head, make_state, serve, weights, write_unseen
+from head_states import (
+    Processor,
+    dtype_on,
+    hidden_states,
+    is_serving,
+    make_head,
+    make_state,
+    serve,
+    weights,
+    write_unseen,
+)
 from lab import drafters
-from serving import INTERPRETED, needs_sglang, server_of
+from serving import INTERPRETED, TWO_RANKS, needs_sglang, server_of
 from sglang_batches import VOCAB, CountingHead, make_samplers, request
 from stats import coupled_acceptance
 from test_speculation import CHAIN, Original, verification
 
 from sgl_flashsample import sample_from_logits
+from sgl_flashsample.head import Head
 from sgl_flashsample.hot_vocab import HotVocab
+from sgl_flashsample.kernels.merge_ranks import merge_records, pack_record
 from sgl_flashsample.kernels.params import BatchParams, LMHead
 from sgl_flashsample.kernels.reference import best_ids_ref
 from sgl_flashsample.kernels.sample_own_ids import OwnIds
@@ -37,7 +49,9 @@ from sgl_flashsample.sglang.draw import launch
 from sgl_flashsample.sglang.head import HeadState
 from sgl_flashsample.sglang.hooks import StepHooks
 from sgl_flashsample.sglang.lazy_logits import plain
-from sgl_flashsample.sglang.runtime import Runtime
+from sgl_flashsample.sglang.own_vocabulary import OwnVocabulary
+from sgl_flashsample.sglang.runtime import RankError, Runtime
+from sgl_flashsample.switches import SPECULATION_VARIABLE
 from sgl_flashsample.tools import markov
 from sgl_flashsample.tools import server as demo_server
 
@@ -741,7 +755,7 @@ def test_a_draft_model_with_some_of_the_ids_keeps_them_and_the_log_says_so(serve
     lm_head = make_head(weights(device, seed=9, dtype=torch.float32)[ids])
     kept = server(lm_head=lm_head, vocab_size=len(ids), hot_token_id=ids, mode=drafting)
     (line,) = [record.message for record in caplog.records]
-    assert line == "flashsample: FLASHSAMPLE_DRAFT_VOCAB does nothing: the draft model has some of the ids"
+    assert line.endswith("FLASHSAMPLE_DRAFT_VOCAB does nothing for this draft model: it has some of the ids")
     assert kept.runtime.draws_drafts and kept.runtime.draft_vocabulary is None
 
 
@@ -920,7 +934,7 @@ def test_a_draft_model_with_some_of_the_ids_learns_none(learning, device, caplog
     lm_head = make_head(weights(device, seed=9, dtype=torch.float32)[ids])
     kept = learning(lm_head=lm_head, vocab_size=len(ids), hot_token_id=ids, mode=drafting)
     (line,) = [record.message for record in caplog.records]
-    assert line == "flashsample: FLASHSAMPLE_DRAFT_VOCAB does nothing: the draft model has some of the ids"
+    assert line.endswith("FLASHSAMPLE_DRAFT_VOCAB does nothing for this draft model: it has some of the ids")
     assert kept.runtime.draws_drafts and kept.runtime.token_counts is None
 
 
@@ -1205,8 +1219,9 @@ def test_drafts_are_what_the_switch_says(installed, runtime, monkeypatch, caplog
         ({"spec.enable_multi_layer_eagle": True}, "several draft heads (--enable-multi-layer-eagle)"),
         ({"spec.speculative_eagle_topk": 8}, None),
         ({"spec.speculative_eagle_topk": 9}, "a tree of drafts with more than 8 children (--speculative-eagle-topk)"),
-        ({"parallel.tp_size": 2}, "a draft head that several ranks share"),
-        ({"parallel.pp_size": 2}, "a draft head that several ranks share"),
+        ({"parallel.tp_size": 2}, None),
+        ({"parallel.tp_size": 2, "spec.speculative_eagle_topk": 2}, "a tree of drafts on several ranks"),
+        ({"parallel.pp_size": 2}, "drafts in a pipeline"),
     ],
     ids=str,
 )
@@ -1228,6 +1243,121 @@ def test_a_server_whose_configuration_cannot_be_read_keeps_its_drafts(installed,
     start(runtime, installed.append)
     (line,) = [record.message for record in caplog.records]
     assert installed == [] and "speculative_eagle_topk" in line
+
+
+# --- ranks that share the draft model's LM head ---------------------------------------------------------------------
+
+
+class Others:
+    """An exchange whose other rank has drawn the next id, of at most three rows at a time. sizes: of its merges."""
+
+    rank, num_ranks, memory = 0, 2, types.SimpleNamespace(max_rows=3, total_bytes=0)
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+
+    def merge(self, drawn: Any) -> Any:
+        self.sizes.append(len(drawn.token_ids))
+        return drawn._replace(token_ids=(drawn.token_ids + 1) % VOCAB)
+
+    def use_memory_of(self, other: Any) -> bool:
+        return isinstance(other, Others)
+
+
+@pytest.fixture
+def others(head) -> Others:
+    """Of the target's head, as of EAGLE's draft model, which has it too."""
+    head.state.exchange = Others()
+    return head.state.exchange
+
+
+@pytest.mark.parametrize("mode", [DraftMode.COUPLED, DraftMode.GREEDY])
+def test_ranks_draft_what_they_have_drawn_together_in_blocks_that_fit_their_memory(server, head, hidden, info_of, mode):
+    states = hidden(4)
+    alone = server(mode=mode)
+    alone.load(info_of(requests_at(1.0, 4)))
+    drafts = alone.decode(states).argmax(-1)
+    head.state.exchange = others = Others()
+    together = server(mode=mode)
+    together.load(info_of(requests_at(1.0, 4)))
+    assert torch.equal(together.decode(states).argmax(-1), (drafts + 1) % VOCAB)
+    assert others.sizes == [3, 1] and together.computed == 0
+
+
+@pytest.mark.parametrize("failing", ["attach", "load", "draw", "memory"])
+def test_a_rank_whose_drafts_fail_ends_the_server_instead_of_leaving_the_others_alone(
+    server, others, hidden, info_of, script, failing
+):
+    drafting = server(attach=failing != "attach")
+    with pytest.raises(RankError, match=r"a fault|'NoneType' object|'object' object"):
+        if failing == "attach":
+            drafting.worker.req_to_token_pool = None
+            drafting.drafts.attach(drafting.worker)
+        elif failing == "load":
+            drafting.drafts.load(None, object())
+        else:
+            script.error = {"draw": RuntimeError, "memory": torch.OutOfMemoryError}[failing]("a fault")
+            drafting.decode(hidden(1))
+
+
+@pytest.mark.parametrize("name, value", [("whole_rows", True), ("straddling", object())])
+def test_where_a_group_of_ids_lies_on_two_ranks_drafts_are_sglangs(server, head, others, hidden, caplog, name, value):
+    setattr(head.state, name, value)
+    drafting = server()
+    assert "groups of 16 ids of the draft model lie on two ranks" in caplog.records[-1].message
+    assert not drafting.runtime.draws_drafts and type(drafting.decode(hidden(1))) is torch.Tensor
+
+
+@pytest.mark.parametrize("order", ["ascending", "mixed"])
+def test_ranks_draw_from_the_own_ids_of_a_draft_model_what_one_rank_draws(device, order):
+    """As EAGLE3's on two ranks, whose parts end with a group of the target's ids."""
+    token_ids = OWN_IDS[:384].to(device)
+    if order == "mixed":
+        token_ids = torch.cat([part[torch.randperm(192)] for part in token_ids.split(192)])
+    weight = weights(device, seed=9, dtype=torch.float32)[:384]
+    states = 0.3 * hidden_states(device, 8, dtype=torch.float32)
+    rows = torch.arange(8, device=device)
+    params = BatchParams(torch.ones(8, device=device), rows, rows)
+    whole = OwnVocabulary(Head(LMHead(weight)), token_ids, VOCAB, 8).draw(states, params)
+
+    class Recorded:
+        """The exchange of both ranks, which draw one after the other."""
+
+        records: ClassVar[list[torch.Tensor]] = []
+
+        def merge(self, drawn: Any) -> Any:
+            self.records.append(pack_record(drawn))
+            return merge_records(torch.cat(self.records), return_logprob=False)
+
+    for rank in range(2):
+        part = Head(LMHead.of_rank(weight[192 * rank :][:192].contiguous(), rank, 2, 384))
+        together = OwnVocabulary(part, token_ids, VOCAB, 8, exchange=Recorded()).draw(states, params)
+    assert torch.equal(together, whole) and (whole < 192).any() and (whole >= 192).any()
+
+
+def test_ranks_draft_all_ids_and_the_log_says_so(server, others, monkeypatch, caplog):
+    monkeypatch.setenv(DRAFT_VOCAB_VARIABLE, "auto")
+    assert server().drafts._learned is None
+    assert "does nothing for this draft model: several ranks share its head" in caplog.text
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_a_head_of_the_draft_model_alone_is_exchanged_through_the_memory_of_the_target(
+    server, others, device, caplog, same
+):
+    drafting = server(lm_head=make_head(weights(device, seed=9, dtype=torch.float32)), attach=False)
+    prepare, used = Runtime._prepare, []
+
+    def with_exchange(*head: Any, **options: Any) -> HeadState:
+        state = prepare(*head, **options)
+        state.exchange = Others()
+        state.exchange.use_memory_of = lambda other: used.append(other) or same
+        return state
+
+    drafting.runtime._prepare = with_exchange.__get__(drafting.runtime)
+    drafting.drafts.attach(drafting.worker)
+    assert used == [others] and drafting.runtime.draws_drafts == same
+    assert same or "are not those of the target's" in caplog.records[-1].message
 
 
 # --- a server -------------------------------------------------------------------------------------------------------
@@ -1266,6 +1396,9 @@ SERVERS = {
     "hot": ("EAGLE", "eagle", "coupled", "most frequent ids of"),
     "eagle3": ("EAGLE3", "eagle3", "coupled", "they are coupled"),
     "tree": ("STANDALONE", "standalone", "coupled", "trees of up to 2 children per node; they are coupled"),
+    "eagle on two ranks": ("EAGLE", "eagle", "coupled", "they are coupled"),
+    "coupled on two ranks": ("STANDALONE", "standalone", "coupled", "they are coupled"),
+    "eagle3 on two ranks": ("EAGLE3", "eagle3", "coupled", "they are coupled"),
 }
 TREE = ["--speculative-eagle-topk", "2", "--speculative-num-draft-tokens", str(2 * STEPS + 1)]
 NGRAM = ["--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "4", "--attention-backend", "triton"]
@@ -1310,8 +1443,8 @@ def assert_same_long_answers(without: list[dict], with_ngrams: list[dict]) -> No
 @pytest.mark.full
 @pytest.mark.skipif(torch.cuda.is_available(), reason="near-ties of bfloat16 are looked at by the benchmark")
 def test_a_servers_tokens_do_not_depend_on_its_drafts_and_coupled_ones_are_accepted_more_often(tmp_path):
-    """Servers without drafts, and with n-grams, chains and a tree of several algorithms: SGLang's own drafts, greedy
-    and coupled ones."""
+    """Servers without drafts, and with n-grams, chains and a tree of several algorithms, on one rank and on two:
+    SGLang's own drafts, greedy and coupled ones."""
     size = markov.SIZES["tiny"]
     markov.write(tmp_path / "tiny", size)
     markov.write(tmp_path / "standalone", size, error=0.6)
@@ -1325,6 +1458,9 @@ def test_a_servers_tokens_do_not_depend_on_its_drafts_and_coupled_ones_are_accep
         if name in SERVERS:
             algorithm, drafter, drafts, line = SERVERS[name]
             environment = {"FLASHSAMPLE_DRAFTS": drafts} | INTERPRETED
+            if name.endswith("two ranks"):
+                environment |= TWO_RANKS | {SPECULATION_VARIABLE: "1"}
+                arguments += ["--tp-size", "2"]
             if name == "hot":
                 counted = torch.tensor([token for answer in answers["none"] for token in answer["output_ids"]])
                 environment[DRAFT_VOCAB_VARIABLE] = str(counts_file(tmp_path, counted, size.vocab_size))
@@ -1345,6 +1481,7 @@ def test_a_servers_tokens_do_not_depend_on_its_drafts_and_coupled_ones_are_accep
                 long[name] = long_answers(server)
                 assert "native" not in server.log_text().split("since the start:")[-1]
             said = server.log_lines("drafts come from hidden states") + server.log_lines("drafts are SGLang's")
+            said = [words for words in said if " TP1]" not in words]
             assert len(said) == (line is not None) and (line is None or line in said[0]), said
     assert_same_long_answers(long["none"], long["ngrams"])
     tokens = {name: [answer["output_ids"] for answer in each] for name, each in answers.items()}
@@ -1355,6 +1492,8 @@ def test_a_servers_tokens_do_not_depend_on_its_drafts_and_coupled_ones_are_accep
     print(rates)
     assert 0.05 < rates["stock"] < rates["coupled"] - 0.2 and 0.3 < rates["coupled"] < 0.95
     assert rates["tree"] > rates["coupled"], "the second child often is the target's token"
+    for name in ("eagle", "coupled"):
+        assert rates[f"{name} on two ranks"] == rates[name], "ranks draft what one does"
     assert min(rates["eagle"], rates["mtp"]) > 0.8, "their hidden states are almost the target's"
     assert rates["map"] > 0.6, "an eighth of the ids is not drafted"
     assert rates["hot"] > 0.6, "the ids of these answers are drafted"
