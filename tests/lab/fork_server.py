@@ -146,8 +146,8 @@ def popen(command: Sequence[str], *, env: Mapping[str, str], stdout: IO, **optio
     if command[:3] != [sys.executable, "-m", LAUNCHERS[0]] and command[0] != LAUNCHERS[1]:
         return subprocess.Popen(command, env=env, stdout=stdout, **options)
     parent = _connect(env)
-    order = json.dumps({"command": command, "environment": {**env}, "folder": os.getcwd()})
-    socket.send_fds(parent, [order.encode()], [stdout.fileno()])
+    order = {"command": command, "environment": {**env}, "folder": os.getcwd(), "cores": [*os.sched_getaffinity(0)]}
+    socket.send_fds(parent, [json.dumps(order).encode()], [stdout.fileno()])
     return Forked(parent)
 
 
@@ -211,9 +211,10 @@ def serve(address: str, names: Sequence[str]) -> None:
                 client.send(str(code).encode())
 
 
-def _become(command: list[str], environment: dict[str, str], folder: str, output: int) -> None:
+def _become(command: list[str], environment: dict[str, str], folder: str, cores: list[int], output: int) -> None:
     """Go on as a process that was started with this command."""
     os.setsid()
+    os.sched_setaffinity(0, cores)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     for stream in (1, 2):
         os.dup2(output, stream)

@@ -125,6 +125,7 @@ about = dict(argv=sys.argv[1:], folder=os.getcwd(), name=__name__, path=sys.path
 about |= dict(colorsys="colorsys" in sys.modules, file=__file__, parent=os.getppid(), pid=os.getpid())
 about |= dict(own=os.environ["OWN"], interprets=os.environ["TRITON_INTERPRET"], site=sys.modules["sitecustomize"].OWN)
 about |= dict(chance=[random.random(), numpy.random.rand()], input=sys.stdin.read(), known="ADDED" in os.environ)
+about["cores"] = len(os.sched_getaffinity(0))
 print(json.dumps(about), flush=True)
 if "stay" in sys.argv:
     import time
@@ -172,7 +173,13 @@ def said(log: Path) -> dict:
 
 
 def test_servers_are_forks_of_one_process_and_each_is_what_its_command_would_have_started(start, tmp_path):
-    started = [start("one", "--a", "0"), start("two", "--b", "3"), start("three", "0", TRITON_INTERPRET="1")]
+    every, started = os.sched_getaffinity(0), [start("one", "--a", "0")]
+    try:
+        os.sched_setaffinity(0, {min(every)})
+        started.append(start("two", "--b", "3"))
+    finally:
+        os.sched_setaffinity(0, every)
+    started.append(start("three", "0", TRITON_INTERPRET="1"))
     assert [process.wait(60) for process, _ in started] == [process.poll() for process, _ in started] == [0, 3, 0]
     one, two, three = (said(log) for _, log in started)
     assert one["parent"] == two["parent"] != three["parent"], "Triton reads that variable when it is imported"
@@ -182,6 +189,7 @@ def test_servers_are_forks_of_one_process_and_each_is_what_its_command_would_hav
         assert about["folder"] == str(tmp_path) and about["path"] == [str(tmp_path), str(tmp_path / name)]
         assert about["file"] == str(tmp_path / "sglang" / "launch_server.py") and about["input"] == ""
     assert (one["argv"], two["argv"], three["interprets"]) == (["--a", "0"], ["--b", "3"], "1")
+    assert (one["cores"], two["cores"]) == (len(every), 1)
     assert not set(one["chance"]) & set(two["chance"])
 
 
