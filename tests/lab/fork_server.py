@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import IO, Any
 
 LAUNCHERS = ("sglang.launch_server", str(Path(sys.executable).with_name("sglang")))  # a word of a server's command
+ENGINE = str(Path(__file__).resolve().parents[2] / "examples" / "offline_engine.py")  # SGLang spawns its processes too
 # What the packages of others read, and differs between servers.
 READ_AT_IMPORT = ("TRITON_INTERPRET", "TORCHDYNAMO_DISABLE", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
 FOLDER = "LAB_FORK_SERVERS"  # environment variable: where the sockets are of processes that fork servers
@@ -45,7 +46,7 @@ _SET_PDEATHSIG = 1  # of prctl(2)
 
 def start() -> None:
     """In a server's first process, before it imports anything of its own."""
-    if not (3, 11) <= sys.version_info < (3, 14) or not set(LAUNCHERS) & {*sys.orig_argv}:
+    if not (3, 11) <= sys.version_info < (3, 14) or not {*LAUNCHERS, ENGINE} & {*sys.orig_argv}:
         return  # a later Python starts its fork server in another way
     _import(IMPORTED)
     _carry_environment()

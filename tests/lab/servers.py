@@ -50,6 +50,7 @@ def server_on_this_machine(
     environment = {**pretended_environment(log.parent / "cpu"), **(environment or {})}
     server = kind.on_this_machine(model, arguments, log=log, environment=environment, **options)
     server.popen = fork_server.popen
+    server.patience = 0.0  # it holds nothing that another one waits for, and SGLang takes seconds to end
     return server
 
 
