@@ -1,10 +1,10 @@
-"""Processes of a server start with PyTorch and Transformers imported: for tests on a machine without a GPU.
+"""Processes start with PyTorch and Transformers imported: for tests on a machine without a GPU.
 
 A server's processes import the packages of others for most of a start. ``popen`` starts one process that imports them,
-and waits for nothing but to fork servers, for this process and for programs that it runs. SGLang spawns more processes:
-a server's first one forks another that waits (``start``), and they are forks of that one. Each imports SGLang and this
-package as ever, and finds its plugins anew, with its own environment: what the packages of others read at their import
-is the same in all forks.
+and waits for nothing but to fork servers, for this process and for programs that it runs; ``run`` has it fork such a
+program. SGLang spawns more processes: a server's first one forks another that waits (``start``), and they are forks of
+that one. Each imports SGLang and this package as ever, and finds its plugins anew, with its own environment: what the
+packages of others read at their import is the same in all forks.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import gc
-import importlib
+import importlib.util
 import json
 import os
 import runpy
@@ -146,9 +146,23 @@ def popen(command: Sequence[str], *, env: Mapping[str, str], stdout: IO, **optio
     Python."""
     if command[:3] != [sys.executable, "-m", LAUNCHERS[0]] and command[0] != LAUNCHERS[1]:
         return subprocess.Popen(command, env=env, stdout=stdout, **options)
-    parent = _connect(env)
-    order = {"command": command, "environment": {**env}, "folder": os.getcwd(), "cores": [*os.sched_getaffinity(0)]}
-    socket.send_fds(parent, [json.dumps(order).encode()], [stdout.fileno()])
+    return _fork_as(command, env, stdout, stdout)
+
+
+def run(command: Sequence[str], environment: Mapping[str, str] = os.environ) -> subprocess.CompletedProcess[str]:
+    """As ``subprocess.run`` with both outputs captured as text: a fork. command: a script of this Python."""
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as errors:
+        code = _fork_as(command, environment, out, errors).wait()
+        for file in (out, errors):
+            file.seek(0)
+        return subprocess.CompletedProcess(command, code, out.read(), errors.read())
+
+
+def _fork_as(command: Sequence[str], environment: Mapping[str, str], *outputs: IO) -> Forked:
+    parent = _connect(environment)
+    order = {"command": command, "environment": {**environment}, "folder": os.getcwd()}
+    order["cores"] = [*os.sched_getaffinity(0)]
+    socket.send_fds(parent, [json.dumps(order).encode()], [output.fileno() for output in outputs])
     return Forked(parent)
 
 
@@ -195,12 +209,16 @@ def serve(address: str, names: Sequence[str]) -> None:
                 return
             if event.fileobj is listener:
                 client, _ = listener.accept()
-                order, (output,), *_ = socket.recv_fds(client, 1 << 20, 1)
+                order, outputs, *_ = socket.recv_fds(client, 1 << 20, 2)
                 if (server := os.fork()) == 0:
+                    for other in [one for one in events.get_map().values() if one.data]:
+                        os.close(other.fd)
+                        other.data[1].close()
                     for held in (events, listener, client):
                         held.close()
-                    return _become(**json.loads(order), output=output)
-                os.close(output)
+                    return _become(**json.loads(order), outputs=outputs)
+                for output in outputs:
+                    os.close(output)
                 client.send(str(server).encode())
                 events.register(os.pidfd_open(server), selectors.EVENT_READ, (server, client))
                 continue
@@ -212,13 +230,13 @@ def serve(address: str, names: Sequence[str]) -> None:
                 client.send(str(code).encode())
 
 
-def _become(command: list[str], environment: dict[str, str], folder: str, cores: list[int], output: int) -> None:
+def _become(command: list[str], environment: dict[str, str], folder: str, cores: list[int], outputs: list[int]) -> None:
     """Go on as a process that was started with this command."""
     os.setsid()
     os.sched_setaffinity(0, cores)
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    for stream in (1, 2):
-        os.dup2(output, stream)
+    for stream, file in enumerate((os.open(os.devnull, os.O_RDONLY), *outputs)):
+        os.dup2(file, stream)
+        os.close(file)
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)
@@ -228,12 +246,14 @@ def _become(command: list[str], environment: dict[str, str], folder: str, cores:
     importlib.invalidate_caches()
     sys.modules["numpy"].random.seed()
     sys.modules.pop("sitecustomize", None)
-    importlib.import_module("sitecustomize")
-    if command[1] == "-m":
+    if importlib.util.find_spec("sitecustomize") is not None:
+        importlib.import_module("sitecustomize")
+    words = command[1:] if command[0] == sys.executable else command
+    if words[0] == "-m":
         sys.path.insert(0, folder)
-        sys.argv[:] = ["", *command[3:]]
-        runpy.run_module(command[2], run_name="__main__", alter_sys=True)
+        sys.argv[:] = ["", *words[2:]]
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
     else:
-        sys.path.insert(0, os.path.dirname(command[0]))
-        sys.argv[:] = command
-        runpy.run_path(command[0], run_name="__main__")
+        sys.path.insert(0, os.path.dirname(words[0]))
+        sys.argv[:] = words
+        runpy.run_path(words[0], run_name="__main__")

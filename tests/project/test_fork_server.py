@@ -211,6 +211,16 @@ def test_what_is_no_server_of_this_python_is_started_and_not_forked(tmp_path):
     assert isinstance(process, subprocess.Popen) and process.wait(60) == 0
 
 
+def test_a_script_runs_as_a_fork_and_its_outputs_are_apart(start, tmp_path, monkeypatch):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys\n\nprint(sys.argv, sys.path[0], __name__, 'colorsys' in sys.modules)\nraise ValueError('no')\n"
+    )
+    done = fork_server.run([sys.executable, str(script), "a"])
+    assert done.stdout == f"{[str(script), 'a']} {tmp_path} __main__ True\n" and done.returncode == 1
+    assert done.stderr.splitlines()[-1] == "ValueError: no"
+
+
 def test_a_program_shares_the_process_that_forks_and_its_own_ends_with_it(start, tmp_path):
     process, log = start("here", "0")
     assert process.wait(60) == 0
