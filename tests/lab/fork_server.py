@@ -33,6 +33,7 @@ LAUNCHERS = ("sglang.launch_server", str(Path(sys.executable).with_name("sglang"
 ENGINE = str(Path(__file__).resolve().parents[2] / "examples" / "offline_engine.py")  # SGLang spawns its processes too
 # What the packages of others read, and differs between servers.
 READ_AT_IMPORT = ("TRITON_INTERPRET", "TORCHDYNAMO_DISABLE", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
+READ_AT_IMPORT += ("HF_HUB_OFFLINE",)
 FOLDER = "LAB_FORK_SERVERS"  # environment variable: where the sockets are of processes that fork servers
 IMPORTED = (
     *("torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor", "torchvision", "triton"),
@@ -152,6 +153,7 @@ def popen(command: Sequence[str], *, env: Mapping[str, str], stdout: IO, **optio
 def run(command: Sequence[str], environment: Mapping[str, str] = os.environ) -> subprocess.CompletedProcess[str]:
     """As ``subprocess.run`` with both outputs captured as text: a fork. command: a script of this Python."""
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as errors:
+        environment = {"HF_HUB_OFFLINE": "1", **environment}  # as servers have it: both are forks of one process
         code = _fork_as(command, environment, out, errors).wait()
         for file in (out, errors):
             file.seek(0)
