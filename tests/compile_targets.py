@@ -121,7 +121,7 @@ def loaded_arguments(ttir: str) -> list[str]:
 def built_in_launches(capability: int, choices: str) -> Iterator[tuple[str, Callable[[], Any]]]:
     """A name for, and the launch of, built-in choices of the device's family. choices: "full" for all of them with the
     features they are for; "each" for every kind and every configuration, but not every pair of them, with features
-    of few; "once" for the same, with a mask alone once per kind and path, and features of 2-byte heads alone; "first"
+    of few; "once" for the same, with a mask alone, once per kind and path, and features of 2-byte heads alone; "first"
     for, of 2-byte heads, the first of each kind and path that wide ones take, but of truncation only with edits, and
     the first for plain batches of a quantised head."""
     from sgl_flashsample.defaults import builtin_table, truncation_config
@@ -164,7 +164,8 @@ def built_in_launches(capability: int, choices: str) -> Iterator[tuple[str, Call
             if str(kind) == "plain+screen" and first:  # most sm90 choices list the groups, other devices do not
                 config = dataclasses.replace(config, listed=False)
             options: list[tuple[str, LMHead, dict]] = [("", head, {})]
-            if kind.edit and (first_of_kind or choices == "each"):  # fewer operands than all edits, which fit
+            # Fewer operands than all edits, which fit.
+            if kind.edit and (choices == "each" or (first_of_kind and (choices != "once" or itemsize == 2))):
                 options.append(("a mask alone", head, {"only_mask": True}))
             every_feature = kind.edit and kind.truncate and isinstance(config, ReadConfig)
             featured = not first and first_of_kind and (str(kind) in ("plain", "plain+screen") or every_feature)

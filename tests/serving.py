@@ -62,7 +62,6 @@ def server_of(
         log=log,
         launcher=launcher,
         environment=variables,
-        patience=15.0 if CUDA else 1.0,  # without a GPU it holds nothing that another one waits for
     )
     if first_on_path is not None:
         server.environment["PYTHONPATH"] = f"{first_on_path}:{server.environment.get('PYTHONPATH', '')}"

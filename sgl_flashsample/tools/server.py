@@ -77,10 +77,12 @@ class Server:
     follow. port: None for a free one. A server that finds one of its ports taken is started once more, with others.
     patience: seconds that it is given to stop before it is ended.
 
-    metrics_seconds: after which the next step brings our counters up to date, with FLASHSAMPLE_LOG_SECONDS=0.2.
+    metrics_seconds: after which the next step brings our counters up to date, with FLASHSAMPLE_LOG_SECONDS=0.2. popen:
+    what starts the process.
     """
 
     metrics_seconds = 0.3
+    popen: Callable[..., subprocess.Popen[bytes]] = subprocess.Popen
 
     def __init__(
         self,
@@ -151,7 +153,7 @@ class Server:
             raise ServerError(f"port {self.port} is taken; choose another one with --port")
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("wb") as output:
-            self.process = subprocess.Popen(
+            self.process = self.popen(
                 self.command, env=self.environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
             )
 

@@ -18,9 +18,15 @@ if __name__ == "__main__":
     tests = Path(__file__).resolve().parents[1]
     if not torch.cuda.is_available():
         sys.path[0] = str(tests)  # instead of this folder
-        from lab import cpu_platform, servers
+        from lab import cpu_platform, fork_server, servers
 
         # The demonstration's models are known; ``serve`` and ``bench`` are given any.
         environment = servers.pretended_environment if sys.argv[1:2] == ["demo"] else cpu_platform.environment
         os.environ.update(environment(tests.parent / ".cache" / "cpu"))
+        if sys.argv[1:2] in (["demo"], ["bench"]):
+            from sgl_flashsample import cli
+            from sgl_flashsample.tools.server import Server
+
+            Server.popen = staticmethod(fork_server.popen)
+            sys.exit(cli.main())
     os.execv(sys.executable, [sys.executable, "-m", "sgl_flashsample.cli", *sys.argv[1:]])

@@ -15,7 +15,7 @@ import torch
 
 from sgl_flashsample.tools.server import Server
 
-from . import cpu_platform
+from . import cpu_platform, fork_server
 
 # Modules of the models whose checkpoints tests and dry runs write (tools/markov.py, drafters.py) or load.
 MODELS = {"granite", "llama", "llama_eagle", "llama_eagle3", "mimo", "mimo_mtp", "qwen3"}
@@ -45,10 +45,13 @@ def server_on_this_machine(
     **options: Any,
 ) -> Server:
     """A server of this kind, not started. Arguments and options: of ``Server.on_this_machine``."""
-    pretended = {}
-    if not torch.cuda.is_available():
-        pretended = pretended_environment(log.parent / "cpu")
-    return kind.on_this_machine(model, arguments, log=log, environment={**pretended, **(environment or {})}, **options)
+    if torch.cuda.is_available():
+        return kind.on_this_machine(model, arguments, log=log, environment={**(environment or {})}, **options)
+    environment = {**pretended_environment(log.parent / "cpu"), **(environment or {})}
+    server = kind.on_this_machine(model, arguments, log=log, environment=environment, **options)
+    server.popen = fork_server.popen
+    server.patience = 0.0  # it holds nothing that another one waits for, and SGLang takes seconds to end
+    return server
 
 
 class PretendedServer:

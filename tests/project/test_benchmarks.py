@@ -27,6 +27,7 @@ from typing import Any
 
 import pytest
 import torch
+from lab import fork_server
 from serving import make_server, needs_sglang
 
 from sgl_flashsample import LMHead
@@ -63,7 +64,7 @@ def dry_run(tmp_path) -> Callable[..., dict]:
     def run(name: str, *arguments: str, judge: Callable[[dict], int] = lambda result: 0) -> dict:
         out = tmp_path / "out.json"
         command = [sys.executable, str(FOLDER / "run.py"), name, "--dry-run", "--out", str(out), *arguments]
-        done = subprocess.run(command, capture_output=True, text=True)
+        done = fork_server.run(command)
         assert out.exists(), done.stdout + done.stderr
         result = json.loads(out.read_text())
         assert done.returncode == judge(result), done.stdout + done.stderr
@@ -92,7 +93,7 @@ def test_the_kernel_benchmark_draws_with_every_path_and_with_an_older_tree_besid
     out = tmp_path / "out.json"
     again = [sys.executable, str(FOLDER / "run.py"), "kernels", "--dry-run", "--keep", "--out", str(out)]
     for samplings, words in ((["t1", "greedy"], "holds every cell already"), (["edits"], "; expected {")):
-        done = subprocess.run([*again, "--samplings", *samplings], capture_output=True, text=True)
+        done = fork_server.run([*again, "--samplings", *samplings])
         assert done.returncode == 1 and words in done.stderr
 
     assert dry_run("kernels", "--limit", "0") == result, "out of time before the first race: nothing is written"
@@ -582,9 +583,7 @@ def test_the_benchmark_of_speculation_runs_on_a_cpu_too(tmp_path):
     arguments += ["--temperatures", "1", "--backends", "coupled", "hot", "--pairs", "2", "--tokens", "24"]
     arguments += ["--only", "speed", "tokens", "--compared", "90"]
     arguments += ["--checkpoints", str(tmp_path), "--logs", str(tmp_path), "--out", str(out)]
-    done = subprocess.run(
-        [sys.executable, str(FOLDER / "run.py"), "speculation", *arguments], capture_output=True, text=True
-    )
+    done = fork_server.run([sys.executable, str(FOLDER / "run.py"), "speculation", *arguments])
     assert done.returncode == 0, done.stdout + done.stderr
     coupled, hot, *compared = json.loads(out.read_text())["rows"]
     for row, name in ((coupled, "coupled"), (hot, "hot")):
@@ -821,7 +820,7 @@ def test_servers_under_load_answer_every_request_and_their_memory_is_watched(loa
     arguments = ("--models", "tiny", "--concurrency", "8", "--minutes", "0.2", "--every", "1")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, str(FOLDER / "run.py"), "load", "--out", str(out), *arguments]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    done = fork_server.run(command, environment)
     assert done.returncode == 0, done.stdout + done.stderr
     stock, ours = json.loads(out.read_text())["rows"]
     assert (stock["backend"], ours["backend"]) == ("stock", "flashsample")
@@ -1496,7 +1495,7 @@ def test_the_race_against_rivals_has_rows_of_every_path_and_mode_and_a_gap_for_w
     out = tmp_path / "out.json"
     again = [sys.executable, str(FOLDER / "run.py"), "rivals", "--dry-run", "--keep", "--out", str(out), "--rivals"]
     for rivals, words in ((["torch", "flashsampling"], "holds every cell already"), (["torch"], "; expected {")):
-        done = subprocess.run([*again, *rivals], capture_output=True, text=True)
+        done = fork_server.run([*again, *rivals])
         assert done.returncode == 1 and words in done.stderr
 
 

@@ -10,7 +10,6 @@ import importlib
 import json
 import math
 import os
-import subprocess
 import sys
 import types
 from collections import Counter
@@ -21,6 +20,7 @@ import numpy as np
 import pytest
 import torch
 from kernel_cases import random_rows, spelled_out
+from lab import fork_server
 from serving import needs_sglang
 
 from sgl_flashsample import SampleOutput
@@ -56,7 +56,7 @@ def dry_run(tmp_path) -> Callable[..., dict]:
     def run(program: str, *arguments: str) -> dict:
         out = tmp_path / "out.json"
         command = [sys.executable, str(FOLDER / f"{program}.py"), "--dry-run", "--out", str(out), *arguments]
-        done = subprocess.run(command, capture_output=True, text=True)
+        done = fork_server.run(command)
         assert done.returncode == 0, done.stdout + done.stderr
         return json.loads(out.read_text())
 
@@ -215,7 +215,7 @@ def test_two_servers_answer_random_requests_alike(tmp_path):
     out = tmp_path / "out.json"
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, str(FOLDER / "fuzz.py"), "--out", str(out), "--requests", "300", "--seed", "1"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    done = fork_server.run(command, environment)
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads(out.read_text())
     assert result["requests"] == sum(result["kinds"].values()) == 300 and result["counters"]["active"] == 1

@@ -404,9 +404,7 @@ def make_server(folder: Path, name: str, backend: str, speculates: bool = False)
     else:
         arguments += ["--disable-overlap-schedule"]
     log = folder / f"{name}.log"
-    return server_on_this_machine(
-        folder / SIZE, arguments, backend=backend, log=log, environment=variables, patience=1.0
-    )
+    return server_on_this_machine(folder / SIZE, arguments, backend=backend, log=log, environment=variables)
 
 
 def measure(folder: Path, cells: list[Cell] | None = None, speculates: bool = False) -> Parity:

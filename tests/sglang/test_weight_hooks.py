@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import subprocess
 import sys
 import types
 
@@ -262,14 +261,13 @@ print(*(target.rpartition(".")[2] for target in targets))
 @pytest.mark.parametrize("version", [None, "0.5.17", "0.5.23"])
 def test_every_hook_lands_in_every_known_sglang(version, tmp_path):
     """Each version is imported in a new process."""
-    from lab import cpu_platform
+    from lab import cpu_platform, fork_server
 
     environment = cpu_platform.environment(tmp_path)
     if version is not None:
         environment["PYTHONPATH"] = f"{version_path(version)}:{environment.get('PYTHONPATH', '')}"
-    done = subprocess.run(
-        [sys.executable, "-c", INSTALL], env={**os.environ, **environment}, capture_output=True, text=True
-    )
+    (tmp_path / "install.py").write_text(INSTALL)
+    done = fork_server.run([sys.executable, str(tmp_path / "install.py")], {**os.environ, **environment})
     assert done.returncode == 0, done.stderr
     hooked = set(done.stdout.split())
     assert hooked >= WRITING_METHODS[MANAGER][0]

@@ -629,7 +629,7 @@ def test_every_argument_of_sglang_goes_to_both_servers_unchanged(run, tmp_path, 
 @pytest.mark.full
 def test_two_real_servers_are_compared(tmp_path):
     markov.write(tmp_path / "model", markov.SIZES["tiny"])
-    changes = ["--samplings", "greedy", "--batches", "2", "--minutes", "2", "--output-tokens", "64"]
+    changes = ["--samplings", "greedy", "--batches", "2", "--minutes", "1.5", "--output-tokens", "64"]
     servers = ["--dtype", "float32", "--random-seed", "1", *(["--mem-fraction-static", "0.3"] if CUDA else [])]
     files = ["--json", "b.json", "--html", "b.html", "--logs", "logs"]
     command = [sys.executable, str(LAB), "bench", "--model-path", str(tmp_path / "model"), *changes, *servers, *files]

@@ -607,7 +607,7 @@ def test_what_cannot_be_measured_is_one_line(run, arguments, message):
 @pytest.mark.full
 def test_two_real_servers_are_compared_under_moving_traffic(tmp_path):
     markov.write(tmp_path / "model", markov.SIZES["tiny"])
-    changes = ["--traffic", "4", "--samplings", "mix", "--minutes", "2", "--json", "b.json", "--logs", "logs"]
+    changes = ["--traffic", "4", "--samplings", "mix", "--minutes", "1.5", "--json", "b.json", "--logs", "logs"]
     servers = ["--dtype", "float32", "--random-seed", "1", *(["--mem-fraction-static", "0.3"] if CUDA else [])]
     command = [sys.executable, str(LAB), "bench", "--model-path", str(tmp_path / "model"), *changes, *servers]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
