@@ -537,7 +537,7 @@ def test_a_server_whose_drafts_are_others_is_not_measured(load, monkeypatch, tmp
     names = {"backends": [backend], "only": [], "batches": [1], "temperatures": [1.0], "tokens": 32, "logs": tmp_path}
     missed = []
     result = types.SimpleNamespace(miss=lambda error, **about: missed.append(str(error)))
-    options = types.SimpleNamespace(**names, checkpoints=tmp_path)
+    options = types.SimpleNamespace(**names, checkpoints=tmp_path, tp=1)
     run = speculation.Run(options, result, "tiny", "EAGLE", 4, 0.6)
     monkeypatch.setattr(run, "_server", lambda name: server)
     assert list(run.rows()) == [] and run._counts.is_file() == (backend == "hot"), "its server starts with them"
@@ -647,7 +647,7 @@ def test_the_benchmark_of_speculation_gives_each_algorithm_its_checkpoints(
     speculation = load("speculation")
     options = types.SimpleNamespace(
         **{"backends": ["stock", "greedy", "coupled"], "only": ["speed"], "checkpoints": tmp_path, "logs": tmp_path},
-        **{"batches": [1], "tokens": 32, "temperatures": [0.0, 1.0], "memory_share": 0.3, "set": {}},
+        **{"batches": [1], "tokens": 32, "temperatures": [0.0, 1.0], "memory_share": 0.3, "set": {}, "tp": 1},
     )
     run = speculation.Run(options, None, "tiny", algorithm, 4, 0.6)
     assert ("coupled" in run.backends) == coupled
@@ -666,6 +666,10 @@ def test_the_benchmark_of_speculation_gives_each_algorithm_its_checkpoints(
     assert folders == [str(tmp_path / name) for name in (target, draft) if name is not None]
     assert all((Path(folder) / "config.json").is_file() for folder in folders)
     assert ("--speculative-num-steps" in command) == (algorithm != "NGRAM")
+    assert "--tp-size" not in command and "tp" not in run.about
+    options.tp = 2
+    on_two = speculation.Run(options, None, "tiny", algorithm, 4, 0.6)
+    assert on_two.about["tp"] == 2 and " --tp-size 2 " in " ".join(on_two._server("stock").command)
 
 
 START = {7: 100.0, 8: 105.5, 9: 109.0}  # of kernels that take 4 us
