@@ -303,15 +303,19 @@ class Drafts:
     def _drafts_of(self, hidden: torch.Tensor, params: BatchParams, own: OwnVocabulary | None) -> _Drawn:
         """``_draw`` of as many rows as are drawn at once."""
         assert self._head is not None
-        if self._num_children == 1:
+        exchange = self._exchange
+        if self._num_children > 1:
             if own is not None:
-                return own.draw(hidden, params)[:, None], None
-            drawn = self._head.draw(hidden, params)
-            drawn = drawn if self._exchange is None else self._exchange.merge(drawn)
-            return drawn.token_ids[:, None], None
-        drawer = self._head if own is None else own
-        ids, scores = drawer.draw_children(hidden, params, self._num_children)
-        return ids, torch.softmax(_SHARPNESS * scores, -1).mul_(_CEILING)
+                children = own.draw_children(hidden, params, self._num_children)
+            else:
+                children = self._head.draw_children(hidden, params, self._num_children)
+                children = children if exchange is None else exchange.merge_children(children)
+            return children.token_ids, torch.softmax(_SHARPNESS * children.scores, -1).mul_(_CEILING)
+        if own is not None:
+            return own.draw(hidden, params)[:, None], None
+        drawn = self._head.draw(hidden, params)
+        drawn = drawn if exchange is None else exchange.merge(drawn)
+        return drawn.token_ids[:, None], None
 
     def add_to_chain(
         self,

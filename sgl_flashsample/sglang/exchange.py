@@ -6,6 +6,7 @@ The only code that knows of groups of ranks.
                         and rank (``kernels/merge_ranks.py``)
 ``Exchange.draw_rows``  each rank has the logits of its part: whole rows go to the ranks, which draw them, and ``merge``
                         follows. For truncations, which need the whole vocabulary, and where a rank has no id.
+``merge_children``      each rank has the best ids of its part, for trees of drafts: 8 bytes per id and rank, ``merge``
 ``first_logits``        before ``merge``, where groups of ids lie on two ranks (``straddling.py``)
 ``gather_rows``         before a draw, where each rank has rows of its own (``replicas.py``)
 ``..._with_logprobs``   the same two, and the logprobs that were asked for beside those of the tokens, in an exchange
@@ -30,6 +31,7 @@ import msgspec
 import torch
 
 from ..kernels.config import cdiv
+from ..kernels.draft_children import Children
 from ..kernels.merge_logprobs import MAX_FIELDS, fields_of
 from ..kernels.merge_ranks import NUM_FIELDS, merge_records, pack_record
 from ..kernels.params import BatchParams, SampleOutput
@@ -195,6 +197,22 @@ class Exchange:
         records = record.new_empty(self.num_ranks, *record.shape[1:])
         self._group._all_gather_into_tensor(records.view(-1, NUM_FIELDS), record.view(-1, NUM_FIELDS))
         return merge_records(records, return_logprob=drawn.logprobs is not None)
+
+    def merge_children(self, children: Children) -> Children:
+        """As many children of each node, of those that all ranks have among their ids."""
+        num_rows, number = children.token_ids.shape
+        packed = torch.cat([children.token_ids.float(), children.scores], 1)
+        if self.memory is None:
+            parts = self._gathered(packed)
+        else:
+            self.memory.own_logprobs[:num_rows, : 2 * number].copy_(packed)
+            parts = exchange_logprobs(self.memory, num_rows, 2 * number)
+        ids, scores = parts.unflatten(2, (2, number)).permute(2, 1, 0, 3).flatten(2)
+        scores, places = scores.topk(number, dim=1)
+        merged = Children(ids.gather(1, places).long(), scores)
+        if self.memory is not None:  # the next exchange may write where ranks have read the parts of this one
+            self.merge(SampleOutput(merged.token_ids[:, 0].contiguous(), None, scores[:, 0].contiguous()))
+        return merged
 
     def merge_with_logprobs(
         self,

@@ -88,6 +88,7 @@ class OwnVocabulary:
         """``Head.draw_children`` of up to ``max_rows`` rows, among these ids, as ``draw`` returns them."""
         logits = self._head.logits(hidden, out=self._logits[: len(hidden)])
         children = self._head.draw_children_of_own_ids(logits, self._ids, params, number)
+        children = children if self._exchange is None else self._exchange.merge_children(children)
         return children._replace(token_ids=self._drafts(children.token_ids))
 
     def _drafts(self, token_ids: torch.Tensor) -> torch.Tensor:

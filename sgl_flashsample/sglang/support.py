@@ -200,7 +200,6 @@ def unsupported_drafts() -> str | None:
             f"a tree of drafts with more than {MAX_CHILDREN} children (--speculative-eagle-topk)",
             (spec.speculative_eagle_topk or 1) > MAX_CHILDREN,
         ),
-        ("a tree of drafts on several ranks", parallel.tp_size > 1 and (spec.speculative_eagle_topk or 1) > 1),
         ("drafts in a pipeline", parallel.pp_size > 1),
     )
     return next((f"drawing {reason} is not supported yet" for reason, applies in checks if applies), None)

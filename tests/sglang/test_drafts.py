@@ -35,6 +35,7 @@ from test_speculation import CHAIN, Original, verification
 from sgl_flashsample import sample_from_logits
 from sgl_flashsample.head import Head
 from sgl_flashsample.hot_vocab import HotVocab
+from sgl_flashsample.kernels.draft_children import Children
 from sgl_flashsample.kernels.merge_ranks import merge_records, pack_record
 from sgl_flashsample.kernels.params import BatchParams, LMHead
 from sgl_flashsample.kernels.reference import best_ids_ref
@@ -46,6 +47,7 @@ from sgl_flashsample.sglang.batch import BATCH_ATTRIBUTE, SLOTS_ATTRIBUTE, batch
 from sgl_flashsample.sglang.draft_graphs import BothGraphs
 from sgl_flashsample.sglang.drafts import DRAFT_VOCAB_VARIABLE, DRAFTS_VARIABLE, DraftMode, Drafts, start
 from sgl_flashsample.sglang.draw import launch
+from sgl_flashsample.sglang.exchange import Exchange
 from sgl_flashsample.sglang.head import HeadState
 from sgl_flashsample.sglang.hooks import StepHooks
 from sgl_flashsample.sglang.lazy_logits import plain
@@ -1220,7 +1222,7 @@ def test_drafts_are_what_the_switch_says(installed, runtime, monkeypatch, caplog
         ({"spec.speculative_eagle_topk": 8}, None),
         ({"spec.speculative_eagle_topk": 9}, "a tree of drafts with more than 8 children (--speculative-eagle-topk)"),
         ({"parallel.tp_size": 2}, None),
-        ({"parallel.tp_size": 2, "spec.speculative_eagle_topk": 2}, "a tree of drafts on several ranks"),
+        ({"parallel.tp_size": 2, "spec.speculative_eagle_topk": 2}, None),
         ({"parallel.pp_size": 2}, "drafts in a pipeline"),
     ],
     ids=str,
@@ -1260,6 +1262,10 @@ class Others:
         self.sizes.append(len(drawn.token_ids))
         return drawn._replace(token_ids=(drawn.token_ids + 1) % VOCAB)
 
+    def merge_children(self, children: Children) -> Children:
+        self.sizes.append(len(children.token_ids))
+        return children._replace(token_ids=(children.token_ids + 1) % VOCAB)
+
     def use_memory_of(self, other: Any) -> bool:
         return isinstance(other, Others)
 
@@ -1271,16 +1277,19 @@ def others(head) -> Others:
     return head.state.exchange
 
 
+@pytest.mark.parametrize("children", [1, 2])
 @pytest.mark.parametrize("mode", [DraftMode.COUPLED, DraftMode.GREEDY])
-def test_ranks_draft_what_they_have_drawn_together_in_blocks_that_fit_their_memory(server, head, hidden, info_of, mode):
+def test_ranks_draft_what_they_have_drawn_together_in_blocks_that_fit_their_memory(
+    server, head, hidden, info_of, mode, children
+):
     states = hidden(4)
-    alone = server(mode=mode)
+    alone = server(mode=mode, topk=children)
     alone.load(info_of(requests_at(1.0, 4)))
-    drafts = alone.decode(states).argmax(-1)
+    drafts = alone.decode(states).ids
     head.state.exchange = others = Others()
-    together = server(mode=mode)
+    together = server(mode=mode, topk=children)
     together.load(info_of(requests_at(1.0, 4)))
-    assert torch.equal(together.decode(states).argmax(-1), (drafts + 1) % VOCAB)
+    assert torch.equal(together.decode(states).ids, (drafts + 1) % VOCAB)
     assert others.sizes == [3, 1] and together.computed == 0
 
 
@@ -1318,21 +1327,54 @@ def test_ranks_draw_from_the_own_ids_of_a_draft_model_what_one_rank_draws(device
     states = 0.3 * hidden_states(device, 8, dtype=torch.float32)
     rows = torch.arange(8, device=device)
     params = BatchParams(torch.ones(8, device=device), rows, rows)
-    whole = OwnVocabulary(Head(LMHead(weight)), token_ids, VOCAB, 8).draw(states, params)
+    of_one = OwnVocabulary(Head(LMHead(weight)), token_ids, VOCAB, 8)
+    whole = of_one.draw(states, params)
 
     class Recorded:
         """The exchange of both ranks, which draw one after the other."""
 
         records: ClassVar[list[torch.Tensor]] = []
+        children: ClassVar[list[Children]] = []
 
         def merge(self, drawn: Any) -> Any:
             self.records.append(pack_record(drawn))
             return merge_records(torch.cat(self.records), return_logprob=False)
 
+        def merge_children(self, children: Children) -> Children:
+            self.children.append(children)
+            return merged_children(self.children)
+
     for rank in range(2):
         part = Head(LMHead.of_rank(weight[192 * rank :][:192].contiguous(), rank, 2, 384))
-        together = OwnVocabulary(part, token_ids, VOCAB, 8, exchange=Recorded()).draw(states, params)
+        here = OwnVocabulary(part, token_ids, VOCAB, 8, exchange=Recorded())
+        together, of_both = here.draw(states, params), here.draw_children(states, params, 3)
     assert torch.equal(together, whole) and (whole < 192).any() and (whole >= 192).any()
+    assert torch.equal(of_both.token_ids[:, 0], whole), "a tree's first child is the draft of a chain"
+
+
+def merged_children(parts: list[Children]) -> Children:
+    """What ranks with these children exchange, by collectives."""
+    packed = [torch.cat([part.token_ids.float(), part.scores], 1) for part in parts]
+    group = types.SimpleNamespace(rank_in_group=0, world_size=len(parts))
+    group._all_gather_into_tensor = lambda output, sent: output.copy_(torch.cat(packed))
+    return Exchange(group).merge_children(parts[0])
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.0])
+def test_the_children_that_ranks_exchange_are_the_best_that_any_of_them_has(device, temperature):
+    """The first is the token that one rank draws."""
+    weight, states = weights(device, dtype=torch.float32), 0.3 * hidden_states(device, 8, dtype=torch.float32)
+    rows = torch.arange(8, device=device)
+    params = BatchParams(torch.full((8,), temperature, device=device), rows, rows)
+    heads = [LMHead.of_rank(weight[304 * rank :][:304].contiguous(), rank, 2, VOCAB) for rank in range(2)]
+    parts = [Head(head).draw_children(states, params, 3) for head in heads]
+    merged = merged_children(parts)
+    assert torch.equal(merged.token_ids[:, 0], Head(LMHead(weight, vocab_size=VOCAB)).draw(states, params).token_ids)
+    for row, (ids, scores) in enumerate(zip(*merged, strict=True)):
+        known = {int(i): float(s) for part in parts for i, s in zip(part.token_ids[row], part.scores[row], strict=True)}
+        best = sorted(known, key=lambda token_id: -known[token_id])[:3]
+        assert ids.tolist() == best and scores.tolist() == [known[token_id] for token_id in best]
+    assert 0 < (merged.token_ids < 304).sum() < merged.token_ids.numel(), "of both ranks"
 
 
 def test_ranks_draft_all_ids_and_the_log_says_so(server, others, monkeypatch, caplog):
@@ -1399,6 +1441,7 @@ SERVERS = {
     "eagle on two ranks": ("EAGLE", "eagle", "coupled", "they are coupled"),
     "coupled on two ranks": ("STANDALONE", "standalone", "coupled", "they are coupled"),
     "eagle3 on two ranks": ("EAGLE3", "eagle3", "coupled", "they are coupled"),
+    "tree on two ranks": ("STANDALONE", "standalone", "coupled", "trees of up to 2 children per node"),
 }
 TREE = ["--speculative-eagle-topk", "2", "--speculative-num-draft-tokens", str(2 * STEPS + 1)]
 NGRAM = ["--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "4", "--attention-backend", "triton"]
@@ -1464,7 +1507,8 @@ def test_a_servers_tokens_do_not_depend_on_its_drafts_and_coupled_ones_are_accep
             if name == "hot":
                 counted = torch.tensor([token for answer in answers["none"] for token in answer["output_ids"]])
                 environment[DRAFT_VOCAB_VARIABLE] = str(counts_file(tmp_path, counted, size.vocab_size))
-            more = {"tree": TREE, "map": ["--speculative-token-map", str(tmp_path / "map.pt")]}.get(name, [])
+            more = {"tree": TREE, "map": ["--speculative-token-map", str(tmp_path / "map.pt")]}
+            more = more.get(name.removesuffix(" on two ranks"), [])
             arguments += [*SPECULATING, *more, "--speculative-algorithm", algorithm]
             if drafter is not None:
                 arguments += ["--speculative-draft-model-path", str(tmp_path / drafter)]
@@ -1494,6 +1538,7 @@ def test_a_servers_tokens_do_not_depend_on_its_drafts_and_coupled_ones_are_accep
     assert rates["tree"] > rates["coupled"], "the second child often is the target's token"
     for name in ("eagle", "coupled"):
         assert rates[f"{name} on two ranks"] == rates[name], "ranks draft what one does"
+    assert rates["tree on two ranks"] > rates["coupled"]
     assert min(rates["eagle"], rates["mtp"]) > 0.8, "their hidden states are almost the target's"
     assert rates["map"] > 0.6, "an eighth of the ids is not drafted"
     assert rates["hot"] > 0.6, "the ids of these answers are drafted"

@@ -19,6 +19,7 @@ from kernel_cases import make_case
 from serving import needs_sglang
 
 from sgl_flashsample import Head, Logprobs, WantedLogprobs
+from sgl_flashsample.kernels.draft_children import Children
 from sgl_flashsample.kernels.params import BatchParams, SampleOutput
 from sgl_flashsample.kernels.peer_memory import PeerMemory
 from sgl_flashsample.sglang import exchange as exchange_module
@@ -194,6 +195,17 @@ def test_logprobs_of_one_rank_are_its_own_whether_rows_or_draws_are_exchanged(al
                 torch.testing.assert_close(found.top.logprobs, of_whole.top.logprobs, rtol=0, atol=1e-5)
             if found.of_ids is not None:
                 torch.testing.assert_close(found.of_ids, of_whole.of_ids, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("by_memory", [True, False])
+def test_children_of_one_rank_are_its_own(alone, device, by_memory):
+    if device.type != "cpu":
+        pytest.skip("one process has no group on a GPU")
+    alone.memory = memory_of_one(3, 320) if by_memory else None
+    for start in range(3):  # the next one finds the memory as the one before has left it
+        ids = torch.arange(start, start + 6).view(3, 2)
+        children = Children(ids, -ids.float())
+        assert [torch.equal(*pair) for pair in zip(alone.merge_children(children), children, strict=True)] == [True] * 2
 
 
 def test_the_logprobs_of_a_prompt_are_exchanged_for_some_rows_at_a_time(alone, monkeypatch):
