@@ -269,6 +269,9 @@ def test_the_page_of_drafts_says_what_a_pass_of_few_ids_takes_and_where_tokens_c
     one = cells[1.0, "EAGLE", "qwen3-1.7b", 1]
     hot, whole = (f"{one[name]['draft_step_us']:.0f}" for name in ("hot", "coupled"))
     assert f"a pass of Qwen3-1.7B's EAGLE layer took {hot} µs ({whole})" in text
+    sampled = [cell for (temperature, *_), cell in cells.items() if temperature]
+    assert all(cell["coupled"]["tokens_s"] > cell["rejection"]["tokens_s"] for cell in sampled)
+    assert f"coupled drafts were faster in all {len(sampled)} cells measured" in text
     large = [cell for (_, _, model, _), cell in cells.items() if model == "qwen3-8b"]
     over = [(cell["hot"]["covered"], cell["hot"]["tokens_s"] / cell["coupled"]["tokens_s"] - 1) for cell in large]
     assert not any(0.975 < covered < 0.99 for covered, _ in over)
