@@ -31,7 +31,7 @@ from typing import IO, Any
 
 LAUNCHERS = ("sglang.launch_server", str(Path(sys.executable).with_name("sglang")))  # a word of a server's command
 ENGINE = str(Path(__file__).resolve().parents[2] / "examples" / "offline_engine.py")  # SGLang spawns its processes too
-# What the packages of others read, and differs between servers.
+# Variables that other packages read when they are imported, and that differ between servers.
 READ_AT_IMPORT = ("TRITON_INTERPRET", "TORCHDYNAMO_DISABLE", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
 READ_AT_IMPORT += ("HF_HUB_OFFLINE",)
 FOLDER = "LAB_FORK_SERVERS"  # environment variable: where the sockets are of processes that fork servers

@@ -1272,7 +1272,7 @@ class Others:
 
 @pytest.fixture
 def others(head) -> Others:
-    """Of the target's head, as of EAGLE's draft model, which has it too."""
+    """Another rank holds the rest of the target's head, which EAGLE's draft model has too."""
     head.state.exchange = Others()
     return head.state.exchange
 
@@ -1353,7 +1353,7 @@ def test_ranks_draw_from_the_own_ids_of_a_draft_model_what_one_rank_draws(device
 
 
 def merged_children(parts: list[Children]) -> Children:
-    """What ranks with these children exchange, by collectives."""
+    """The children that ranks keep, of those that each has in its part; exchanged by collectives."""
     packed = [torch.cat([part.token_ids.float(), part.scores], 1) for part in parts]
     group = types.SimpleNamespace(rank_in_group=0, world_size=len(parts))
     group._all_gather_into_tensor = lambda output, sent: output.copy_(torch.cat(packed))
