@@ -26,7 +26,7 @@ WINDOW = 8192  # tokens: a share of 2 % is known to 0.15 points
 SMALL_WINDOW = 8  # ids per token of a window, for vocabularies below WINDOW * SMALL_WINDOW ids
 # A draft whose id is not in the set ends its chain. Of Qwen3-8B's size, with 7 drafts in a chain at temperature 0.7,
 # tokens come 10 % faster with 99.2 % covered, and 12 to 16 % slower with 97 % (h200-speculation.json, "hot" and
-# "coupled"). A round takes 4 to 15 % less time, and gains 7 % fewer tokens where 98 % are covered.
+# "coupled"). A round takes 4 to 15 % less time, and would gain 7 % fewer tokens with 98 % covered.
 GIVEN_UP = 0.02
 MOST_MISSED = 0.015  # below ``GIVEN_UP``, else chance alone would adopt a set and give it up
 WORTH = 0.005

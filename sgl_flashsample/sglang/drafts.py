@@ -146,7 +146,7 @@ class Drafts:
         state = self.runtime.draft_head
         assert state is not None
         if state.whole_rows or state.straddling is not None:
-            return "groups of 16 ids of the draft model lie on two ranks"
+            return "a group of 16 ids of the draft model lies on two ranks, or a rank has none of its ids"
         return None
 
     def _not_coupled(self, worker: Any, processor: Any) -> str | None:
@@ -183,7 +183,7 @@ class Drafts:
         self._head = state.head.twin(self._max_rows if is_shared and self._own is None else 0)
         if token_ids is not None and self.mode is DraftMode.COUPLED:
             (vocab_size,) = {target.processor.vocab_size for target in self.runtime.heads}
-            self._own = OwnVocabulary(self._head, token_ids, vocab_size, self._max_rows, exchange=self._exchange)
+            self._own = OwnVocabulary(self._head, token_ids, vocab_size, self._max_rows)
         if self._own is not None:
             self._max_rows = self._own.max_rows
         else:
@@ -303,19 +303,16 @@ class Drafts:
     def _drafts_of(self, hidden: torch.Tensor, params: BatchParams, own: OwnVocabulary | None) -> _Drawn:
         """``_draw`` of as many rows as are drawn at once."""
         assert self._head is not None
-        exchange = self._exchange
-        if self._num_children > 1:
-            if own is not None:
-                children = own.draw_children(hidden, params, self._num_children)
-            else:
-                children = self._head.draw_children(hidden, params, self._num_children)
-                children = children if exchange is None else exchange.merge_children(children)
-            return children.token_ids, torch.softmax(_SHARPNESS * children.scores, -1).mul_(_CEILING)
-        if own is not None:
-            return own.draw(hidden, params)[:, None], None
-        drawn = self._head.draw(hidden, params)
-        drawn = drawn if exchange is None else exchange.merge(drawn)
-        return drawn.token_ids[:, None], None
+        drawer: Head | OwnVocabulary = self._head if own is None else own
+        chances, exchange = None, self._exchange
+        if self._num_children == 1:
+            drawn = drawer.draw(hidden, params)
+            ids = (drawn if exchange is None else exchange.merge(drawn)).token_ids[:, None]
+        else:
+            children = drawer.draw_children(hidden, params, self._num_children)
+            ids, scores = children if exchange is None else exchange.merge_children(children)
+            chances = torch.softmax(_SHARPNESS * scores, -1).mul_(_CEILING)
+        return ids if own is None else own.drafts(ids), chances
 
     def add_to_chain(
         self,

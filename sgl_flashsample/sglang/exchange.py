@@ -6,7 +6,7 @@ The only code that knows of groups of ranks.
                         and rank (``kernels/merge_ranks.py``)
 ``Exchange.draw_rows``  each rank has the logits of its part: whole rows go to the ranks, which draw them, and ``merge``
                         follows. For truncations, which need the whole vocabulary, and where a rank has no id.
-``merge_children``      each rank has the best ids of its part, for trees of drafts: 8 bytes per id and rank, ``merge``
+``merge_children``      each rank has the best ids of its part, for trees of drafts: 8 bytes per id and rank more
 ``first_logits``        before ``merge``, where groups of ids lie on two ranks (``straddling.py``)
 ``gather_rows``         before a draw, where each rank has rows of its own (``replicas.py``)
 ``..._with_logprobs``   the same two, and the logprobs that were asked for beside those of the tokens, in an exchange
@@ -201,11 +201,11 @@ class Exchange:
     def merge_children(self, children: Children) -> Children:
         """As many children of each node, of those that all ranks have among their ids."""
         num_rows, number = children.token_ids.shape
-        packed = torch.cat([children.token_ids.float(), children.scores], 1)
+        fields = children.token_ids.float(), children.scores
         if self.memory is None:
-            parts = self._gathered(packed)
+            parts = self._gathered(torch.cat(fields, 1))
         else:
-            self.memory.own_logprobs[:num_rows, : 2 * number].copy_(packed)
+            torch.cat(fields, 1, out=self.memory.own_logprobs[:num_rows, : 2 * number])
             parts = exchange_logprobs(self.memory, num_rows, 2 * number)
         ids, scores = parts.unflatten(2, (2, number)).permute(2, 1, 0, 3).flatten(2)
         scores, places = scores.topk(number, dim=1)

@@ -18,10 +18,9 @@ from ..head import Head
 from ..hot_vocab import MAPPED_SHARE, HotVocab, most_frequent
 from ..kernels.config import cdiv
 from ..kernels.draft_children import Children
-from ..kernels.params import BatchParams, LMHead
+from ..kernels.params import BatchParams, LMHead, SampleOutput
 from ..kernels.rng import GROUP_SIZE
 from ..kernels.sample_own_ids import OwnIds
-from .exchange import Exchange
 from .screen_lifecycle import lack_of_memory
 
 MAX_ROWS = 256  # drawn at a time: their logits are in memory of their own
@@ -45,24 +44,17 @@ class OwnVocabulary:
 
     max_rows: of a draw, ``MAX_ROWS`` at most. head: of the draft model, or a part of it; its weight may be replaced.
     token_ids: ``[H]`` int64, the id that each of its rows has in the target. vocab_size: V, ids of the target.
-    draws_rows: a draft is a row of the head; else the target's id. exchange: with the ranks that hold the other rows of
-    the head; each draws from the ids of its own.
+    draws_rows: a draft is a row of the head; else the target's id. A head that is the part of a rank has some of the
+    rows, and draws from the ids of these.
     """
 
     def __init__(
-        self,
-        head: Head,
-        token_ids: torch.Tensor,
-        vocab_size: int,
-        max_rows: int,
-        *,
-        draws_rows: bool = True,
-        exchange: Exchange | None = None,
+        self, head: Head, token_ids: torch.Tensor, vocab_size: int, max_rows: int, *, draws_rows: bool = True
     ) -> None:
         lm_head = head.lm_head
         device = lm_head.weight.device
         token_ids = token_ids.to(device)
-        self._head, self.max_rows, self._exchange = head, min(max_rows, MAX_ROWS), exchange
+        self._head, self.max_rows = head, min(max_rows, MAX_ROWS)
         here = token_ids[lm_head.vocab_start : lm_head.vocab_start + lm_head.vocab_size]
         self._ids = OwnIds(here, vocab_size, in_order=bool((here[1:] > here[:-1]).all()))
         self._places: torch.Tensor | None = None
@@ -78,20 +70,18 @@ class OwnVocabulary:
         """The ids, for the log."""
         return "the ids that the draft model has"
 
-    def draw(self, hidden: torch.Tensor, params: BatchParams) -> torch.Tensor:
-        """``[N]`` int64: the draft of each of up to ``max_rows`` rows, as SGLang expects it from the draft model."""
+    def draw(self, hidden: torch.Tensor, params: BatchParams) -> SampleOutput:
+        """``Head.draw`` of up to ``max_rows`` rows, among these ids."""
         logits = self._head.logits(hidden, out=self._logits[: len(hidden)])
-        drawn = self._head.draw_from_own_ids(logits, self._ids, params)
-        return self._drafts((drawn if self._exchange is None else self._exchange.merge(drawn)).token_ids)
+        return self._head.draw_from_own_ids(logits, self._ids, params)
 
     def draw_children(self, hidden: torch.Tensor, params: BatchParams, number: int) -> Children:
-        """``Head.draw_children`` of up to ``max_rows`` rows, among these ids, as ``draw`` returns them."""
+        """``Head.draw_children`` of up to ``max_rows`` rows, among these ids."""
         logits = self._head.logits(hidden, out=self._logits[: len(hidden)])
-        children = self._head.draw_children_of_own_ids(logits, self._ids, params, number)
-        children = children if self._exchange is None else self._exchange.merge_children(children)
-        return children._replace(token_ids=self._drafts(children.token_ids))
+        return self._head.draw_children_of_own_ids(logits, self._ids, params, number)
 
-    def _drafts(self, token_ids: torch.Tensor) -> torch.Tensor:
+    def drafts(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """These ids of the target, int64, as SGLang expects them from the draft model."""
         return token_ids if self._places is None else self._places[token_ids]
 
 
