@@ -63,8 +63,9 @@ environment (1 may also be spelt true, yes or on, and 0 false, no or off):
   FLASHSAMPLE_REPORT_PATH  1: every response's meta_info.flashsample_path names the path of each token
   FLASHSAMPLE_SEVERAL_GPUS 0: leave servers of several GPUs to SGLang; 1: serve all of them; unset: two or four
                            tensor-parallel ranks that reach each other's memory, and two pipeline stages
-  FLASHSAMPLE_SPECULATION  0: leave speculative decoding to SGLang; 1: also verify drafts on tensor-parallel ranks and
-                           of several draft heads; unset: on one GPU, with one draft head or NGRAM
+  FLASHSAMPLE_SPECULATION  0: leave speculative decoding to SGLang; 1: also verify drafts on any tensor-parallel ranks
+                           and of several draft heads; unset: with one draft head or NGRAM on one GPU, EAGLE's chains on
+                           two
   FLASHSAMPLE_DRAFTS       then, coupled (default): drafts with the noise of the target's tokens; greedy: the likeliest
                            tokens; stock: SGLang's own drafts
   FLASHSAMPLE_DRAFT_VOCAB  all (default); auto: draft the most frequent tokens alone, as long as they cover what

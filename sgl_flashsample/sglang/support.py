@@ -15,8 +15,9 @@ from . import quantised
 
 # Algorithms whose drafts SGLang verifies in the one place that we know.
 SPECULATIVE_ALGORITHMS = ("EAGLE", "EAGLE3", "NEXTN", "FROZEN_KV_MTP", "STANDALONE", "NGRAM")
-# Algorithms that are verified by default, on one rank and with one draft head: measured on GPUs, and not slower.
+# Algorithms that are verified by default, with one draft head: measured on GPUs, and not slower.
 MEASURED_ALGORITHMS = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE", "NGRAM")
+MEASURED_ON_TWO_RANKS = ("EAGLE",)  # of these, with chains of drafts
 # Algorithms whose draft model has one head and the one worker that we know.
 DRAFT_ALGORITHMS = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE")
 # Parallel servers that are fused by default, as measured on GPUs: the arguments, by tensor-parallel ranks and stages.
@@ -156,11 +157,13 @@ def unsupported_speculation() -> str | None:
         return reason
     if wanted is False:
         return f"speculative decoding is left to SGLang, as {SPECULATION_VARIABLE} is off"
-    if name in MEASURED_ALGORITHMS and parallel.tp_size == 1 and not has_several_draft_heads():
+    chains_on_two = parallel.tp_size == 2 and name in MEASURED_ON_TWO_RANKS and spec.speculative_eagle_topk in (None, 1)
+    if name in MEASURED_ALGORITHMS and not has_several_draft_heads() and (parallel.tp_size == 1 or chains_on_two):
         return None
     return (
-        "this kind of speculative decoding is off by default; measured ones are: "
-        f"{', '.join(MEASURED_ALGORITHMS)} with one draft head, on one GPU; {SPECULATION_VARIABLE}=1 turns all on"
+        "this kind of speculative decoding is off by default; measured ones are, with one draft head: "
+        f"{', '.join(MEASURED_ALGORITHMS)} on one GPU, {', '.join(MEASURED_ON_TWO_RANKS)} with "
+        f"--speculative-eagle-topk 1 on two; {SPECULATION_VARIABLE}=1 turns all on"
     )
 
 
