@@ -22,7 +22,12 @@ from pathlib import Path
 
 import torch
 
-_ARCHITECTURES = {"qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM", "granite": "GraniteForCausalLM"}
+_ARCHITECTURES = {
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "llama": "LlamaForCausalLM",
+    "granite": "GraniteForCausalLM",
+}
 _SPECIAL_TOKENS = ("<s>", "</s>", "<pad>")
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -30,7 +35,8 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 @dataclasses.dataclass(frozen=True)
 class Size:
     """Dimensions of a decoder, in Hugging Face's names. ``softcap`` sets final_logit_softcapping; ``logits_scaling``
-    divides the logits (granite only)."""
+    divides the logits (granite only). num_experts: of each layer, of which a token takes num_experts_per_tok
+    (qwen3_moe only); intermediate_size is then that of an expert."""
 
     arch: str
     hidden_size: int
@@ -44,6 +50,8 @@ class Size:
     tied: bool = False
     softcap: float | None = None
     logits_scaling: float | None = None
+    num_experts: int = 0
+    num_experts_per_tok: int = 0
 
 
 SIZES = {
@@ -51,11 +59,13 @@ SIZES = {
     "tiny-llama-tied": Size("llama", 64, 128, 2, 4, 2, 16, 1000, "float32", tied=True),
     "tiny-softcap": Size("qwen3", 64, 128, 2, 4, 2, 16, 1024, "float32", softcap=8.0),
     "tiny-granite": Size("granite", 64, 128, 2, 4, 2, 16, 1024, "float32", logits_scaling=1.25),
+    "tiny-moe": Size("qwen3_moe", 64, 32, 2, 4, 2, 16, 1024, "float32", num_experts=4, num_experts_per_tok=2),
     "small": Size("qwen3", 1024, 3072, 4, 16, 8, 128, 151936),
     "smollm2-135m": Size("llama", 576, 1536, 30, 9, 3, 64, 49152, tied=True),
     "qwen3-0.6b": Size("qwen3", 1024, 3072, 28, 16, 8, 128, 151936),
     "qwen3-1.7b": Size("qwen3", 2048, 6144, 28, 16, 8, 128, 151936),
     "qwen3-8b": Size("qwen3", 4096, 12288, 36, 32, 8, 128, 151936),
+    "qwen3-30b-a3b": Size("qwen3_moe", 2048, 768, 48, 32, 4, 128, 151936, num_experts=128, num_experts_per_tok=8),
     "llama-3.2-1b": Size("llama", 2048, 8192, 16, 32, 8, 64, 128256),
     "llama-3.1-8b": Size("llama", 4096, 14336, 32, 32, 8, 128, 128256),
 }
@@ -72,6 +82,7 @@ class MarkovModel:
     def __init__(self, size: Size, embedding: torch.Tensor, head: torch.Tensor) -> None:
         self.size, self.embedding, self.head = size, embedding, head
         self.context = _contexts(size)
+        self._by_token: dict[int, torch.Tensor] = {}  # logits after representatives: each computation widens the head
 
     def representative(self, tokens: torch.Tensor) -> torch.Tensor:
         """For each of ``[N]`` tokens, one token that stands for all with the same next-token distribution."""
@@ -82,6 +93,14 @@ class MarkovModel:
 
     def logits(self, tokens: torch.Tensor) -> torch.Tensor:
         """``[N, V]`` float64 logits after each of ``[N]`` tokens, rounded where the model rounds."""
+        if self.size.tied:
+            return self._computed(tokens)
+        wanted = self.representative(tokens).tolist()
+        if new := [token for token in set(wanted) if token not in self._by_token]:
+            self._by_token.update(zip(new, self._computed(torch.tensor(new)), strict=True))
+        return torch.stack([self._by_token[token] for token in wanted])
+
+    def _computed(self, tokens: torch.Tensor) -> torch.Tensor:
         states = self.embedding[tokens].float()
         states = states * torch.rsqrt(states.pow(2).mean(-1, keepdim=True) + NORM_EPS)
         logits = states.to(self.embedding.dtype).double() @ self.head.double().T
@@ -202,11 +221,14 @@ def _weights(model: MarkovModel, seed: int) -> dict[str, torch.Tensor]:
             "self_attn.k_proj": dense(keys, hidden),
             "self_attn.v_proj": dense(keys, hidden),
             "self_attn.o_proj": torch.zeros(hidden, queries, dtype=dtype),
-            "mlp.gate_proj": dense(size.intermediate_size, hidden),
-            "mlp.up_proj": dense(size.intermediate_size, hidden),
-            "mlp.down_proj": torch.zeros(hidden, size.intermediate_size, dtype=dtype),
         }
-        if size.arch == "qwen3":
+        if size.num_experts:
+            weights["mlp.gate"] = dense(size.num_experts, hidden)
+        for mlp in [f"mlp.experts.{expert}" for expert in range(size.num_experts)] or ["mlp"]:
+            weights[f"{mlp}.gate_proj"] = dense(size.intermediate_size, hidden)
+            weights[f"{mlp}.up_proj"] = dense(size.intermediate_size, hidden)
+            weights[f"{mlp}.down_proj"] = torch.zeros(hidden, size.intermediate_size, dtype=dtype)
+        if size.arch in ("qwen3", "qwen3_moe"):
             weights |= {f"self_attn.{name}_norm": torch.ones(head_dim, dtype=dtype) for name in "qk"}
         tensors |= {f"model.layers.{layer}.{name}.weight": weight for name, weight in weights.items()}
     return tensors
@@ -237,6 +259,15 @@ def config(size: Size) -> dict[str, object]:
         "eos_token_id": 1,
         "pad_token_id": 2,
     }
+    if size.num_experts:
+        values |= {
+            "num_experts": size.num_experts,
+            "num_experts_per_tok": size.num_experts_per_tok,
+            "moe_intermediate_size": size.intermediate_size,
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+        }
     if size.softcap is not None:
         values["final_logit_softcapping"] = size.softcap
     if size.logits_scaling is not None:

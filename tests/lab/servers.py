@@ -18,7 +18,7 @@ from sgl_flashsample.tools.server import Server
 from . import cpu_platform, fork_server
 
 # Modules of the models whose checkpoints tests and dry runs write (tools/markov.py, drafters.py) or load.
-MODELS = {"granite", "llama", "llama_eagle", "llama_eagle3", "mimo", "mimo_mtp", "qwen3"}
+MODELS = {"granite", "llama", "llama_eagle", "llama_eagle3", "mimo", "mimo_mtp", "qwen3", "qwen3_moe"}
 
 
 def other_models() -> str:

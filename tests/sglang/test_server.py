@@ -665,6 +665,7 @@ VARIANTS = {
     ),
     "softcap, newest SGLang": ("tiny-softcap", ["--chunked-prefill-size", "32"], "0.5.23"),
     "logit scale": ("tiny-granite", ["--disable-radix-cache"], None),
+    "mixture of experts": ("tiny-moe", [], None),
 }
 
 
