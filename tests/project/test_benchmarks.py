@@ -606,9 +606,10 @@ def test_answers_are_compared_until_they_differ_and_a_difference_is_judged_by_th
     speculation._add_difference(row, target, [5], 1, 1.0, [7, 8, 9, 4], [7, 8, 3, 4])
     assert {name: row[name] for name in speculation.COUNTS} == {"tokens": 2 + 3, "near_ties": 0, "different": 1}
     assert row["differences"] == [{"seed": 1, "position": 2, "tokens": [9, 3]}]
-    target.head[:] = target.head[:1]  # every id has the same logit: of a group, the noise alone decides
-    target.head[16:] *= 1 + 1e-7
-    _, ties = speculation.drawn(target, [300], 0.0, [1], 7)
+    head = target.head[:1].repeat(len(target.head), 1)  # every id has the same logit: noise alone decides
+    head[16:] *= 1 + 1e-7
+    even = speculation.markov.MarkovModel(target.size, target.embedding, head)
+    _, ties = speculation.drawn(even, [300], 0.0, [1], 7)
     assert ties == [True], "two ids are equally likely"
 
 
