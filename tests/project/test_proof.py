@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import ctypes
 import dataclasses
@@ -648,6 +649,18 @@ def test_a_marker_of_no_section_and_a_file_that_is_no_result_are_refused(load, t
     (tmp_path / "exact.json").write_text('{"rows": []}')
     with pytest.raises(ValueError, match=r"exact\.json is no result: KeyError: 'env'"):
         summary.read("exact", [tmp_path])
+
+
+def test_a_program_imports_first_what_finds_the_modules_of_the_others():
+    """Here ``lab`` is on the path already."""
+    elsewhere = {"lab", *(path.stem for path in (ROOT / "tests").glob("*.py"))} | MODULES - {
+        path.stem for path in FOLDER.glob("*.py")
+    }
+    for file in FOLDER.glob("*.py"):
+        imports = [node for node in ast.parse(file.read_text()).body if isinstance(node, ast.ImportFrom | ast.Import)]
+        names = [getattr(node, "module", None) or node.names[0].name for node in imports]
+        found = [name for name in names if name == "programs" or name.partition(".")[0] in elsewhere]
+        assert "programs" not in found or found[0] == "programs", file
 
 
 def verdicts(load, folder: Path, files: dict[str, dict]) -> dict[str, tuple[str, str, str]]:

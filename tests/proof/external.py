@@ -44,9 +44,9 @@ import numpy as np
 import openai
 import requests
 import torch
+from programs import MAX_REASON, make_parser, new_env, read_result, reason_of, write_result
 from definition import Row, may_and_must, probabilities
 from lab import cpu_platform
-from programs import MAX_REASON, make_parser, new_env, read_result, reason_of, write_result
 from scipy.stats import fisher_exact
 from stats import g_test
 

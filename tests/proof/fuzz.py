@@ -44,8 +44,8 @@ from typing import Any
 
 import aiohttp
 import torch
-from lab.servers import server_on_this_machine
 from programs import make_parser, new_env, write_result
+from lab.servers import server_on_this_machine
 from servers import counters_of, failures_of
 from tqdm import tqdm
 

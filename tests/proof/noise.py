@@ -46,8 +46,8 @@ import numpy as np
 import torch
 import triton
 import triton.language as tl
-from numba import carray, cfunc, njit
 from programs import command_line, make_parser, new_env, read_result, reason_of, today, write_result
+from numba import carray, cfunc, njit
 
 from sgl_flashsample import cpu_loops
 from sgl_flashsample.kernels import rng

@@ -37,8 +37,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from lab.servers import server_on_this_machine
 from programs import make_parser, new_env, write_result
+from lab.servers import server_on_this_machine
 from scipy import stats
 
 from sgl_flashsample.kernels.reference import allowed_ref, edit_logits_ref, truncated_sample_ref
