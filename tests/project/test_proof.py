@@ -644,7 +644,7 @@ def test_every_result_file_is_read_by_a_goal(load):
 
 def test_a_marker_of_no_section_and_a_file_that_is_no_result_are_refused(load, tmp_path):
     summary = load("summary")
-    with pytest.raises(ValueError, match="results:other is no section; there are goals, features"):
+    with pytest.raises(ValueError, match="results:other is no section; there are goals, features, families"):
         summary.filled("<!-- results:other -->\n<!-- end -->")
     (tmp_path / "exact.json").write_text('{"rows": []}')
     with pytest.raises(ValueError, match=r"exact\.json is no result: KeyError: 'env'"):
@@ -661,6 +661,70 @@ def test_a_program_imports_first_what_finds_the_modules_of_the_others():
         names = [getattr(node, "module", None) or node.names[0].name for node in imports]
         found = [name for name in names if name == "programs" or name.partition(".")[0] in elsewhere]
         assert "programs" not in found or found[0] == "programs", file
+
+
+@pytest.mark.parametrize("fault", [None, "token", "logprob", "path", "unnoticed", "no start"])
+def test_answers_of_an_architecture_are_compared_with_stocks(load, tmp_path, monkeypatch, fault, capsys):
+    families = load("families")
+
+    class Answering:
+        """Answers of weights of this seed, with one fault in those of ours."""
+
+        start = wait_until_ready = stop = lambda self: None
+
+        def __init__(self, side: str, seed: int) -> None:
+            self.seed, self.faulty = seed, side == "ours" and seed == 3
+
+        def generate(self, *, input_ids, sampling_params, **fields):
+            assert len(input_ids) == len(sampling_params) == len(families.PROMPTS)
+            answers = [
+                {
+                    "output_ids": [self.seed if fault != "unnoticed" else 0] * params["max_new_tokens"],
+                    "meta_info": {
+                        "input_token_logprobs": [[None, 5, None], [-2.0, 6, None]],
+                        "output_token_logprobs": [[-1.0, 7, None]] * params["max_new_tokens"],
+                        "flashsample_path": ["fused"] * params["max_new_tokens"],
+                    },
+                }
+                for params in sampling_params
+            ]
+            if self.faulty and fault == "token":
+                answers[1]["output_ids"][2] += 1
+            if self.faulty and fault == "logprob":
+                answers[1]["meta_info"]["input_token_logprobs"][1][0] += 1e-4
+            if self.faulty and fault == "path" and not fields:
+                answers[1]["meta_info"]["flashsample_path"][0] = "native: penalties"
+            return answers
+
+    def make_server(folder, architecture, side, seed):
+        if fault == "no start" and architecture == "OlmoForCausalLM":
+            raise families.NotServedError("the server ended")
+        return Answering(side, seed)
+
+    monkeypatch.setattr(families, "make_server", make_server)
+    monkeypatch.setattr(families, "new_env", dict)
+    out = tmp_path / "families.json"
+    names = ["PhiForCausalLM", "OlmoForCausalLM"]
+    monkeypatch.setattr(sys, "argv", ["families.py", "--out", str(out), "--architectures", *names])
+    code, said, result = families.main(), capsys.readouterr().out, json.loads(out.read_text())
+    assert code == (fault not in (None, "no start"))
+    rows = {(row["architecture"], "planted" in row): row for row in result["rows"]}
+    assert list(rows) == [(names[0], False), *([] if fault == "no start" else [(names[1], False)]), (names[0], True)]
+    figures = ("answers", "tokens", "different", "largest_difference", "not_fused")
+    tokens = len(families.PROMPTS) * families.GREEDY["max_new_tokens"]
+    of_first = [len(families.PROMPTS), tokens, int(fault == "token"), 1e-4 * (fault == "logprob"), int(fault == "path")]
+    assert [rows[names[0], False][figure] for figure in figures] == pytest.approx(of_first)
+    missing = [{"architecture": names[1], "reason": "the server ended"}] * (fault == "no start")
+    assert result["env"]["not_run"] == missing
+    assert ("wrong: none" in said) == (fault in (None, "no start", "unnoticed"))
+    assert ("unnoticed" in said) == (fault == "unnoticed")
+    ((verdict, words, _),) = [
+        verdict
+        for name, verdict in verdicts(load, tmp_path, {"families": {"rows": result["rows"]}}).items()
+        if name.startswith("greedy answers, by architecture")
+    ]
+    assert verdict == ("missed" if code else "met")
+    assert words.endswith(f" of {len(rows) - 1} architectures; {rows[names[0], False]['largest_difference']:.1e}")
 
 
 def verdicts(load, folder: Path, files: dict[str, dict]) -> dict[str, tuple[str, str, str]]:

@@ -226,6 +226,7 @@ def hot_path(data: Data) -> list[Count]:
     return [Count("", wrong, sum(row["steps"] for row in data["rows"]))]
 
 
+LOGPROB_TOLERANCE = 2e-5  # ``TOLERANCE`` of ``families.py``
 SOAK_ALPHA = 1e-6  # ``ALPHA`` of ``draws.py``
 
 
@@ -282,6 +283,21 @@ def streams(data: Data) -> Found:
 def deviations(data: Data) -> Found:
     found = data["sections"]["distribution"]["deviations_from_chance"]
     return Found(f"{found:+.1f}", [f"{found:+.1f}"] * (found >= 4))
+
+
+def as_stock(data: Data) -> Found:
+    """The judge of ``families.py``, which must notice other weights."""
+    rows = [row for row in data["rows"] if "planted" not in row]
+    (count,) = sums(rows, "different", "answers")
+    largest = max(row["largest_difference"] for row in rows)
+
+    def is_unlike(row: Data) -> bool:
+        return row["different"] > 0 or row["largest_difference"] > LOGPROB_TOLERANCE
+
+    wrong = [row["architecture"] for row in rows if is_unlike(row) or row["not_fused"]]
+    unnoticed = not any(is_unlike(row) for row in data["rows"] if "planted" in row)
+    words = f"{count} of {len(rows)} architectures; {largest:.1e}"
+    return Found(words, wrong + ["other weights were not noticed"] * unnoticed)
 
 
 def tokens_of_ranks(wrong: str, least: float) -> Judge:
@@ -444,6 +460,12 @@ GOALS: dict[str, tuple[Goal, ...]] = {
                 )
             ),
         ),
+        Goal(
+            "greedy answers, by architecture, unlike stock SGLang's; largest difference of their logprobs",
+            "0; 2e-5; all fused",
+            "families",
+            as_stock,
+        ),
         Goal("requests under load that are not answered", "0", "h100-load", none_wrong(answered)),
         Goal("growth of host memory under load", "none", "h100-load", memory_growth, NO_LEAK),
         Goal(
@@ -561,7 +583,25 @@ def features(folders: Iterable[Path] = FOLDERS) -> str:
 
 
 FEW = 5  # cells that a page names
-SECTIONS = {"goals": goals, "features": features}
+
+
+def families(folders: Iterable[Path] = FOLDERS) -> str:
+    """The architectures that ``families.py`` has compared, and those that SGLang itself did not serve."""
+    data = read("families", folders)
+    if data is None:
+        return "Not run."
+
+    def named(entries: Iterable[Data]) -> str:
+        names = {row["architecture"].removesuffix("ForCausalLM") for row in entries if "planted" not in row}
+        return f"{len(names)} ({', '.join(sorted(names, key=str.lower))})"
+
+    words = f"Compared: {named(data['rows'])}."
+    if missing := data["env"]["not_run"]:
+        words += f" Not served by stock SGLang on a CPU: {named(missing)}."
+    return words
+
+
+SECTIONS = {"goals": goals, "features": features, "families": families}
 
 
 def filled(page: str, folders: Iterable[Path] = FOLDERS) -> str:
