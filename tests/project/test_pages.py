@@ -336,6 +336,13 @@ def test_the_readme_says_where_the_backend_does_not_help():
     )
 
 
+def test_the_readme_says_of_how_many_architectures_servers_were_run():
+    result = json.loads((ROOT / "tests/proof/results/families.json").read_text())
+    names = {row["architecture"] for row in result["rows"]}
+    said(f"servers of [{len(names)} architectures](tests/proof/results/families.json), as Qwen3, Qwen3-MoE, Llama, ")
+    assert {f"{name}ForCausalLM" for name in ("Qwen3", "Qwen3Moe", "Llama", "Gemma3", "Mistral")} <= names
+
+
 def test_what_the_readme_calls_checked_is_on_the_page_of_proofs():
     proof = text_of("tests/proof/README.md")
     table = text_of("README.md").split("| counts as a failure | found |")[1].split("\n\n")[0]

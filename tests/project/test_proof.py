@@ -644,7 +644,7 @@ def test_every_result_file_is_read_by_a_goal(load):
 
 def test_a_marker_of_no_section_and_a_file_that_is_no_result_are_refused(load, tmp_path):
     summary = load("summary")
-    with pytest.raises(ValueError, match="results:other is no section; there are goals, features, families"):
+    with pytest.raises(ValueError, match="results:other is no section; there are goals, features"):
         summary.filled("<!-- results:other -->\n<!-- end -->")
     (tmp_path / "exact.json").write_text('{"rows": []}')
     with pytest.raises(ValueError, match=r"exact\.json is no result: KeyError: 'env'"):

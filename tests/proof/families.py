@@ -13,7 +13,7 @@ not_fused              requests of ours with a token that another path than the 
 
 An architecture that stock SGLang does not serve here is in ``env.not_run``, with its error. The row "planted" compares
 stock's answers with ours of other weights: a token must differ, or a logprob by more than ``TOLERANCE``. The exit code
-is 1 if one does in another row, or if a request is not fused. Takes ten minutes on two cores.
+is 1 if one does in another row, or if a request is not fused. Takes six minutes on two cores.
 """
 
 from __future__ import annotations

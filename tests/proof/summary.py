@@ -296,7 +296,7 @@ def as_stock(data: Data) -> Found:
 
     wrong = [row["architecture"] for row in rows if is_unlike(row) or row["not_fused"]]
     unnoticed = not any(is_unlike(row) for row in data["rows"] if "planted" in row)
-    words = f"{count} of {len(rows)} architectures; {largest:.1e}"
+    words = f"{count}, of {len(rows)} architectures; {largest:.1e}"
     return Found(words, wrong + ["other weights were not noticed"] * unnoticed)
 
 
@@ -461,7 +461,7 @@ GOALS: dict[str, tuple[Goal, ...]] = {
             ),
         ),
         Goal(
-            "greedy answers, by architecture, unlike stock SGLang's; largest difference of their logprobs",
+            "greedy answers, by architecture, unlike stock's; largest difference of logprobs",
             "0; 2e-5; all fused",
             "families",
             as_stock,
@@ -585,23 +585,7 @@ def features(folders: Iterable[Path] = FOLDERS) -> str:
 FEW = 5  # cells that a page names
 
 
-def families(folders: Iterable[Path] = FOLDERS) -> str:
-    """The architectures that ``families.py`` has compared, and those that SGLang itself did not serve."""
-    data = read("families", folders)
-    if data is None:
-        return "Not run."
-
-    def named(entries: Iterable[Data]) -> str:
-        names = {row["architecture"].removesuffix("ForCausalLM") for row in entries if "planted" not in row}
-        return f"{len(names)} ({', '.join(sorted(names, key=str.lower))})"
-
-    words = f"Compared: {named(data['rows'])}."
-    if missing := data["env"]["not_run"]:
-        words += f" Not served by stock SGLang on a CPU: {named(missing)}."
-    return words
-
-
-SECTIONS = {"goals": goals, "features": features, "families": families}
+SECTIONS = {"goals": goals, "features": features}
 
 
 def filled(page: str, folders: Iterable[Path] = FOLDERS) -> str:
