@@ -66,7 +66,7 @@ OTHER_TIMES = ("default_us", "other_us", "builtin_us")
 CONTENDER = ("backend", "path", "exchange", "way")
 # Fields that say what a row is about; rows that are equal in these are compared.
 SETTING = (
-    *("section", "model", "tp", "pp", "deterministic", "speculation", "algorithm", "draft_tokens", "error"),
+    *("section", "model", "tp", "pp", "dp", "deterministic", "speculation", "algorithm", "draft_tokens", "error"),
     *("temperature", "arrivals"),
     *("clients", "concurrency", "V", "D", "B", "batch", "rows", "sampling", "kind", "profile", "threads"),
     *("prompt_tokens", "mode", "head"),

@@ -26,6 +26,7 @@ profile  calls per decode step, stock and ours, counted in profiler traces (``st
          tensor-parallel ranks, microseconds of their exchange
 
 ``--tp``, ``--pp``: GPUs of each server. Its rows say so, and how many bytes a rank receives per row of a step.
+``--dp``: DP attention with ``--enable-dp-lm-head``, of so many replicas of ``--tp`` ranks in all; its rows say so.
 ``--speculation``: drafts of n-grams in both servers, ``--draft-tokens`` per step; its rows say so. With dummy weights
 they tell what a step costs, not how many drafts are accepted. ``--deterministic``: servers of deterministic inference;
 its rows say so.
@@ -211,6 +212,8 @@ class ModelRun:
         self.name, self.options, self.result, self._started = name, options, result, started
         # Fields of its rows about the servers; none for one GPU without drafts.
         self.about = {"tp": options.tp, "pp": options.pp} if options.tp * options.pp > 1 else {}
+        if options.dp > 1:
+            self.about |= {"dp": options.dp}
         if options.speculation:
             self.about |= {"speculation": options.speculation, "draft_tokens": options.draft_tokens}
         if options.deterministic:
@@ -258,6 +261,8 @@ class ModelRun:
         if self.options.tp * self.options.pp > 1:
             arguments += ["--tp-size", str(self.options.tp), "--pp-size", str(self.options.pp)]
             variables = variables | {RANKS_VARIABLE: "1"}
+        if self.options.dp > 1:
+            arguments += ["--dp-size", str(self.options.dp), "--enable-dp-attention", "--enable-dp-lm-head"]
         if self.options.speculation:
             arguments += ["--speculative-algorithm", self.options.speculation]
             arguments += ["--speculative-num-draft-tokens", str(self.options.draft_tokens)]
@@ -325,7 +330,7 @@ class ModelRun:
             for row, (label, server) in zip(rows, servers.items(), strict=True):
                 row["gaps_us"] = self._summary(label, server, sampling, batch).get("gaps_us")
         received = ""
-        if self.options.tp > 1:
+        if self.options.tp > self.options.dp:
             rows[-1]["bytes_per_row"] = self._bytes_per_row(SAMPLINGS[sampling], batch)
             received = f", {rows[-1]['bytes_per_row']:.0f} bytes per row and rank"
         us, (baseline, compared) = [row["tpot_us"] for row in rows], (cell.samples[label][0] for label in servers)
@@ -340,7 +345,7 @@ class ModelRun:
 
     def _bytes_per_row(self, request: Sampling, batch: int) -> float:
         """Bytes per row that a tensor-parallel rank of ours receives in a step, by the shapes that are exchanged."""
-        ranks, truncated = self.options.tp, request.truncation is not None
+        ranks, truncated = self.options.tp // self.options.dp, request.truncation is not None
         shard = 2 * shard_of(markov.SIZES[self.name].vocab_size, ranks) if truncated else None
         return round(bytes_received(ranks, batch, shard) / batch, 1)
 
@@ -527,6 +532,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--python", default=sys.executable, help="the interpreter that has SGLang and the plugin")
     parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks of each server")
     parser.add_argument("--pp", type=int, default=1, help="pipeline stages of each server")
+    parser.add_argument(
+        "--dp", type=int, default=1, help="of the ranks, replicas of DP attention, each with an LM head"
+    )
     parser.add_argument("--speculation", choices=("NGRAM",), help="speculative decoding in each server")
     parser.add_argument("--draft-tokens", type=int, default=8, help="nodes that a step verifies, with --speculation")
     parser.add_argument("--deterministic", action="store_true", help="deterministic inference in each server")
@@ -539,6 +547,8 @@ def prepare(options: Any) -> None:
     options.batches = options.batches or list(FAST_BATCHES if options.fast else BATCHES)
     options.pairs = options.pairs or (3 if options.fast or DRY_RUN else 6)
     check_server_options(options)
+    if options.dp < 1 or options.tp % options.dp:
+        raise ValueError(f"--dp is {options.dp}; expected a divisor of --tp, which is {options.tp}")
     if "answers" in options.only and not options.deterministic:
         raise ValueError("--only names answers without --deterministic; expected --deterministic with it")
 
@@ -560,7 +570,7 @@ def run(options: Any, result: Result) -> int:
 
 
 # Fields that tell cells apart.
-PLACE = ("section", "model", "tp", "pp", "deterministic", "speculation", "draft_tokens", "sampling", "batch")
+PLACE = ("section", "model", "tp", "pp", "dp", "deterministic", "speculation", "draft_tokens", "sampling", "batch")
 PLACE += ("prompt_tokens", "backend", "screen", "way")
 CELL = ("sampling", "batch", "backend", "screen", "way")
 BENCHMARKS = {"serve": Benchmark(__doc__, run, add_options, prepare, SECTIONS, (STOCK,), PLACE, CELL)}

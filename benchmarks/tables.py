@@ -167,7 +167,7 @@ def gpus(folder: Path = RESULTS) -> list[str]:
 
 def served(row: Row) -> str:
     """The model, its ranks where there are several, and its drafts where it has some."""
-    about = [f"{name} {row[name]}" for name in ("tp", "pp") if row.get(name, 1) > 1]
+    about = [f"{name} {row[name]}" for name in ("tp", "pp", "dp") if row.get(name, 1) > 1]
     about += ["deterministic"] * ("deterministic" in row)
     if "speculation" in row:
         about.append(f"{row['draft_tokens']} drafts of {row['speculation']}")
@@ -243,7 +243,7 @@ def _traffic(sides: dict[str, Row]) -> Pair | None:
     return Pair(stock, stock * ratio["of"], rate=True, low=ratio["low"], high=ratio["high"])
 
 
-SERVER = ("model", "tp", "pp", "deterministic", "speculation", "sampling", "batch")
+SERVER = ("model", "tp", "pp", "dp", "deterministic", "speculation", "sampling", "batch")
 CLIENTS = ("model", "pp", "arrivals", "clients", "sampling")
 DRAFTS = ("model", "tp", "algorithm", "draft_tokens", "error", "batch", "temperature")
 DRAFTS_OF_SGLANG = (STOCK, "rejection", "block", "tree", "map")  # backends of speculation.py

@@ -260,7 +260,8 @@ def test_answers_that_differ_are_counted_and_those_that_are_short_or_not_fused_a
             return servers[-1]
 
         servers: list[Varying] = []
-        names = {"samplings": ["t1"], "logs": tmp_path, "tp": 1, "pp": 1, "speculation": None, "deterministic": True}
+        names = {"samplings": ["t1"], "logs": tmp_path, "tp": 1, "pp": 1, "dp": 1, "speculation": None}
+        names |= {"deterministic": True}
         result = load("common").Result(tmp_path / "out.json", serve.BENCHMARKS["serve"], {})
         one = serve.ModelRun("tiny", types.SimpleNamespace(**names, together=True), result, 0.0)
         monkeypatch.setattr(one, "make_server", make_server)
@@ -282,10 +283,27 @@ def test_answers_that_differ_are_counted_and_those_that_are_short_or_not_fused_a
         assert len(rows) == 1 and way == other and said.startswith(reason)
 
 
+def test_replicas_of_dp_attention_have_an_lm_head_each_and_rows_that_say_so(load, tmp_path, monkeypatch):
+    serve = load("serve")
+    names = {"only": ["stock"], "samplings": ["t1"], "batches": [1], "pairs": 2, "fast": False, "set": []}
+    names |= {"tp": 2, "pp": 1, "dp": 3, "speculation": None, "deterministic": False, "memory_share": 0.5}
+    options = types.SimpleNamespace(**names, python="python")
+    with pytest.raises(ValueError, match="--dp is 3; expected a divisor of --tp, which is 2"):
+        serve.prepare(options)
+    options.dp, options.set = 2, []
+    serve.prepare(options)
+    monkeypatch.setattr(serve, "DRY_RUN", False)
+    run = serve.ModelRun("tiny", options, None, 0.0)
+    server = run.make_server(tmp_path, serve.BACKENDS["stock"], tmp_path / "log")
+    assert " --tp-size 2 --pp-size 1 --dp-size 2 --enable-dp-attention --enable-dp-lm-head" in " ".join(server.command)
+    assert run.about == {"tp": 2, "pp": 1, "dp": 2}
+
+
 def test_the_section_of_answers_asks_for_deterministic_inference_and_sets_it_up(load, tmp_path, monkeypatch):
     serve = load("serve")
     names = {"only": ["answers"], "deterministic": False, "samplings": None, "batches": None, "pairs": None}
-    names |= {"fast": False, "set": [], "tp": 1, "pp": 1, "speculation": None, "memory_share": 0.5, "python": "python"}
+    names |= {"fast": False, "set": [], "tp": 1, "pp": 1, "dp": 1, "speculation": None, "memory_share": 0.5}
+    names |= {"python": "python"}
     options = types.SimpleNamespace(**names)
     with pytest.raises(ValueError, match="--only names answers without --deterministic; expected --det"):
         serve.prepare(options)
@@ -742,7 +760,7 @@ def test_a_cell_that_fails_is_recorded_and_the_others_are_measured(load, tmp_pat
     def host(self):
         raise serve.ServerError("no memory")
 
-    names = {"samplings": ["t1"], "batches": [1, 8, 4], "pairs": 2, "logs": tmp_path, "tp": 1, "pp": 1}
+    names = {"samplings": ["t1"], "batches": [1, 8, 4], "pairs": 2, "logs": tmp_path, "tp": 1, "pp": 1, "dp": 1}
     names |= {"speculation": None, "deterministic": False, "together": False}
     assert run(60) == ([1, 4], [(8, "ServerError: out of memory")])
     assert run(0) == ([], [(size, "out of time") for size in (1, 8, 4)]), "no cell begins after the limit"
@@ -1262,7 +1280,7 @@ def rows_of_sections(data: dict) -> int:
     return count
 
 
-SETTINGS = ["model", "tp", "pp", "deterministic", "sampling", "batch", "prompt_tokens", "clients", "temperature"]
+SETTINGS = ["model", "tp", "pp", "dp", "deterministic", "sampling", "batch", "prompt_tokens", "clients", "temperature"]
 SETTINGS += ["error", "threads"]
 
 
