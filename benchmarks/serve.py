@@ -138,11 +138,12 @@ ANSWERERS: Backends = {
     ),
 }
 # The server that is asked in each way.
-WAYS = {"among others": USUAL, "in chunks, retracted, without CUDA graphs": OTHER}
+WAYS = {"among others": USUAL}
 if torch.cuda.device_count() > 1:
     second = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")[1]
     ANSWERERS[SECOND_GPU] = Backend(OURS, {"CUDA_VISIBLE_DEVICES": second})
     WAYS["among others, on a second GPU"] = SECOND_GPU
+WAYS["in chunks, retracted, without CUDA graphs"] = OTHER  # last: the slowest
 
 
 def _free_mb() -> float:
