@@ -82,7 +82,9 @@ class MarkovModel:
     def __init__(self, size: Size, embedding: torch.Tensor, head: torch.Tensor) -> None:
         self.size, self.embedding, self.head = size, embedding, head
         self.context = _contexts(size)
-        self._by_token: dict[int, torch.Tensor] = {}  # logits after representatives: each computation widens the head
+        self._by_token: dict[
+            int, torch.Tensor
+        ] = {}  # logits after representatives; each computation converts the head to float64
 
     def representative(self, tokens: torch.Tensor) -> torch.Tensor:
         """For each of ``[N]`` tokens, one token that stands for all with the same next-token distribution."""

@@ -271,7 +271,9 @@ def test_answers_that_differ_are_counted_and_those_that_are_short_or_not_fused_a
         gaps = [(gap.get("way"), gap["reason"]) for gap in result.env["not_run"]]
         return [[row[name] for name in figures] for row in rows], gaps
 
-    (among, other), few = serve.WAYS, serve.ANSWER_TOKENS
+    among, *_, other = serve.WAYS
+    monkeypatch.setattr(serve, "WAYS", {among: serve.USUAL, other: serve.OTHER})  # also where there are two GPUs
+    few = serve.ANSWER_TOKENS
     assert run(alone=20) == ([[among, 20, 1, 1, 1, 0], [other, 20, 0, 0, 0, 3]], [])
     assert run(alone=5) == ([[among, 5, 1, 0, 0, 0], [other, 5, 0, 0, 0, 3]], []), "those that were asked in time"
     assert run(alone=0) == ([], [(among, "out of time"), (other, "out of time")])
@@ -311,7 +313,8 @@ def test_the_section_of_answers_asks_for_deterministic_inference_and_sets_it_up(
     serve.prepare(options)
     monkeypatch.setattr(serve, "DRY_RUN", False)
     run = serve.ModelRun("tiny", options, None, 0.0)
-    usual, other = (run.make_server(tmp_path, backend, tmp_path / "log") for backend in serve.ANSWERERS.values())
+    backends = (serve.ANSWERERS[label] for label in (serve.USUAL, serve.OTHER))
+    usual, other = (run.make_server(tmp_path, backend, tmp_path / "log") for backend in backends)
     added = ["--chunked-prefill-size", "64", "--disable-cuda-graph"]
     assert set(added) <= set(other.command) and not set(added) & {*usual.command} - {"64"}
     assert all("--enable-deterministic-inference" in server.command for server in (usual, other))

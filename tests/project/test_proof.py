@@ -710,9 +710,10 @@ def test_answers_of_an_architecture_are_compared_with_stocks(load, tmp_path, mon
     assert code == (fault not in (None, "no start"))
     rows = {(row["architecture"], "planted" in row): row for row in result["rows"]}
     assert list(rows) == [(names[0], False), *([] if fault == "no start" else [(names[1], False)]), (names[0], True)]
-    figures = ("answers", "tokens", "different", "largest_difference", "not_fused")
+    figures = ("answers", "tokens", "different", "apart", "largest_difference", "not_fused")
     tokens = len(families.PROMPTS) * families.GREEDY["max_new_tokens"]
-    of_first = [len(families.PROMPTS), tokens, int(fault == "token"), 1e-4 * (fault == "logprob"), int(fault == "path")]
+    of_first = [len(families.PROMPTS), tokens, fault == "token", fault == "logprob", 1e-4 * (fault == "logprob")]
+    of_first = [*map(float, of_first), float(fault == "path")]
     assert [rows[names[0], False][figure] for figure in figures] == pytest.approx(of_first)
     missing = [{"architecture": names[1], "reason": "the server ended"}] * (fault == "no start")
     assert result["env"]["not_run"] == missing

@@ -226,7 +226,6 @@ def hot_path(data: Data) -> list[Count]:
     return [Count("", wrong, sum(row["steps"] for row in data["rows"]))]
 
 
-LOGPROB_TOLERANCE = 2e-5  # ``TOLERANCE`` of ``families.py``
 SOAK_ALPHA = 1e-6  # ``ALPHA`` of ``draws.py``
 
 
@@ -288,16 +287,10 @@ def deviations(data: Data) -> Found:
 def as_stock(data: Data) -> Found:
     """The judge of ``families.py``, which must notice other weights."""
     rows = [row for row in data["rows"] if "planted" not in row]
-    (count,) = sums(rows, "different", "answers")
-    largest = max(row["largest_difference"] for row in rows)
-
-    def is_unlike(row: Data) -> bool:
-        return row["different"] > 0 or row["largest_difference"] > LOGPROB_TOLERANCE
-
-    wrong = [row["architecture"] for row in rows if is_unlike(row) or row["not_fused"]]
-    unnoticed = not any(is_unlike(row) for row in data["rows"] if "planted" in row)
-    words = f"{count}, of {len(rows)} architectures; {largest:.1e}"
-    return Found(words, wrong + ["other weights were not noticed"] * unnoticed)
+    words, missed = none_wrong(lambda _: sums(rows, "different apart not_fused", "answers"))(data)
+    unnoticed = not any(row["different"] + row["apart"] for row in data["rows"] if "planted" in row)
+    words += f", of {len(rows)} architectures; {max(row['largest_difference'] for row in rows):.1e}"
+    return Found(words, missed + ["other weights were not noticed"] * unnoticed)
 
 
 def tokens_of_ranks(wrong: str, least: float) -> Judge:

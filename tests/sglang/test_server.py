@@ -698,6 +698,7 @@ def test_other_heads_schedules_and_sglang_versions_follow_the_truth(folder, vari
             assert (drawn > 1e-9).all(), "a token that the truth all but excludes"
         pairs = draw(server, 8000, 100, {"temperature": 1.0})
         assert g_test(*rank_table(pairs, truth)).p_value > 1e-6
+        assert g_test(*rank_table(draw(server, 8000, 100, {"temperature": 1.2}), truth)).p_value < 1e-6
         if truth.size.softcap is None:  # SGLang's own softcap is a Triton kernel that the interpreter cannot run
             assert set(paths(ask(server, {"temperature": 1.0, "top_p": 0.7, "max_new_tokens": 4}))) == {"fused"}
             rows = [({"temperature": 0, "frequency_penalty": 1.5}, {}), ({"temperature": 1.0}, {})]
