@@ -3,7 +3,7 @@
     python benchmarks/run.py speculation --out benchmarks/results/h200-speculation.json --sizes qwen3-1.7b
 
 stock      SGLang's own verification and drafts, the most likely tokens
-rejection  SGLang's drafts by sampling, and rejection (EAGLE, EAGLE3, NEXTN)
+rejection  SGLang's drafts by sampling, and rejection (EAGLE, NEXTN)
 block      the same, whole blocks of drafts judged together (SGLang 0.5.23; not by default)
 tree       SGLang's verification of trees of the most likely tokens, 4 to a node, at most 5 deep
 greedy     our verification and, where a model drafts, our drafts: the most likely tokens
@@ -27,7 +27,8 @@ The likeliest ids are the 15 % most frequent of a million tokens that the target
 temperatures, from its known distribution. Contexts of a checkpoint are peaked, Zipf-like or almost flat, which few
 ids cannot cover: of what qwen3-1.7b answers they are 0.81 at temperature 1, and 0.98 at 0.7.
 
-tokens_s       tokens per second: of a long answer less a short one
+tokens_s       tokens per second: of long answers less short ones, as many one after the other as take a middling server
+               about a second
 step_us        of the same, per verification of the request that needs most of them. With one request it does not depend
                on how many drafts are accepted; with several it does a little, as the last steps have fewer rows
 acceptance     share of the drafts that are accepted, but for what the last one accepts beyond the answer's length
@@ -61,6 +62,7 @@ import argparse
 import bisect
 import dataclasses
 import itertools
+import math
 import random
 import statistics
 import tempfile
@@ -93,7 +95,7 @@ DRAFT_LAYERS = 4
 HOT_IDS = 32_000  # ids of EAGLE3's draft model, for larger vocabularies
 ALGORITHMS = ("NGRAM", "STANDALONE", "EAGLE", "EAGLE3", "NEXTN")
 DRAFTED = ("STANDALONE", "EAGLE", "EAGLE3", "NEXTN")  # by a model
-REJECTING = ("EAGLE", "EAGLE3", "NEXTN")
+REJECTING = ("EAGLE", "NEXTN")  # SGLang refuses it for EAGLE3's draft model, which has other ids than the target
 MAPPED = ("EAGLE", "NEXTN")
 HOT = (*MAPPED, "STANDALONE")
 COUNTED_TOKENS = 1 << 20  # whose most frequent ids are drafted
@@ -102,6 +104,7 @@ EXTEND_ATTENTION = "_fwd_kernel"  # serves several new tokens per row: a verific
 # Kernels that end a verification
 VERIFYING = ("TreeSpeculativeSampling", "VerifyTreeGreedy", "verify_tree_greedy", "follow_drafts")
 PROFILED_STEPS = 20
+SAMPLE_SECONDS = 1.0
 SECTIONS = ("speed", "tokens")
 COUNTS = ("tokens", "near_ties", "different")
 NO_DRAFTS = "no drafts"
@@ -459,17 +462,23 @@ class Run:
         speeds: dict[str, list[float]] = {name: [] for name in servers}
         steps: dict[str, list[float]] = {name: [] for name in servers}
         answered: dict[str, list[Answers]] = {name: [] for name in servers}
+        prompts = prompts_of(vocab, batch)
         for server in servers.values():
-            ask(server, prompts_of(vocab, batch), temperature, SHORT)  # compiles, and fills caches
+            ask(server, prompts, temperature, SHORT)  # compiles, and fills caches
+        seconds = [ask(server, prompts, temperature, long_tokens).seconds for server in servers.values()]
+        times = math.ceil(SAMPLE_SECONDS / statistics.median(seconds))
         for pair in range(pairs):
-            prompts = prompts_of(vocab, batch)  # the same ones: a greedy answer's drafts are as lucky in each server
+            # The same ones: a greedy answer's drafts are as lucky in each server.
+            each = [prompts_of(vocab, batch) for _ in range(times)]
             for name in list(servers) if pair % 2 == 0 else reversed(servers):
-                short = ask(servers[name], prompts, temperature, SHORT)
-                long = ask(servers[name], prompts, temperature, long_tokens)
-                seconds = max(1e-9, long.seconds - short.seconds)
-                speeds[name].append(batch * (long_tokens - SHORT) / seconds)
-                steps[name].append(1e6 * seconds / max(1, long.steps - short.steps))
-                answered[name].append(long)
+                taken, verified = 0.0, 0
+                for prompts in each:
+                    short = ask(servers[name], prompts, temperature, SHORT)
+                    long = ask(servers[name], prompts, temperature, long_tokens)
+                    taken, verified = taken + long.seconds - short.seconds, verified + long.steps - short.steps
+                    answered[name].append(long)
+                speeds[name].append(times * batch * (long_tokens - SHORT) / max(1e-9, taken))
+                steps[name].append(1e6 * taken / max(1, verified))
         rows: list[dict[str, Any]] = []
         for name, server in servers.items():
             tokens = [token for answers in answered[name] for one in answers.tokens for token in one]

@@ -511,7 +511,7 @@ HOT = {"hot": (1, 7, False), "hot-trees": (2, 5, False)}
     [
         ("EAGLE", CHAIN | REJECTION | TREE | COUPLED | MAPPED | HOT),
         ("NEXTN", CHAIN | REJECTION | TREE | COUPLED | MAPPED | HOT),
-        ("EAGLE3", CHAIN | REJECTION | TREE | COUPLED),
+        ("EAGLE3", CHAIN | TREE | COUPLED),
         ("STANDALONE", CHAIN | TREE | COUPLED | HOT),
         ("NGRAM", dict.fromkeys(CHAIN, (None, None, False))),
     ],
