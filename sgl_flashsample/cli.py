@@ -62,7 +62,8 @@ environment (1 may also be spelt true, yes or on, and 0 false, no or off):
   FLASHSAMPLE_LOG_SECONDS  seconds between the log lines with counters (default 60)
   FLASHSAMPLE_REPORT_PATH  1: every response's meta_info.flashsample_path names the path of each token
   FLASHSAMPLE_SEVERAL_GPUS 0: leave servers of several GPUs to SGLang; 1: serve all of them; unset: two or four
-                           tensor-parallel ranks that reach each other's memory, and two pipeline stages
+                           tensor-parallel ranks that reach each other's memory, two pipeline stages, and two ranks of
+                           DP attention with an LM head each
   FLASHSAMPLE_SPECULATION  0: leave speculative decoding to SGLang; 1: also verify drafts on any tensor-parallel ranks
                            and of several draft heads; unset: with one draft head or NGRAM on one GPU, EAGLE's chains on
                            two

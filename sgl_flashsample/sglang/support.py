@@ -20,8 +20,14 @@ MEASURED_ALGORITHMS = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE", "NGRAM")
 MEASURED_ON_TWO_RANKS = ("EAGLE",)  # of these, with chains of drafts
 # Algorithms whose draft model has one head and the one worker that we know.
 DRAFT_ALGORITHMS = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE")
-# Parallel servers that are fused by default, as measured on GPUs: the arguments, by tensor-parallel ranks and stages.
-MEASURED_RANKS = {(2, 1): "--tp-size 2", (4, 1): "--tp-size 4", (1, 2): "--pp-size 2"}
+# Parallel servers that are fused by default, as measured on GPUs: the arguments, by tensor-parallel ranks, stages and
+# replicas with a head each.
+MEASURED_RANKS = {
+    (2, 1, 1): "--tp-size 2",
+    (4, 1, 1): "--tp-size 4",
+    (1, 2, 1): "--pp-size 2",
+    (2, 1, 2): "--tp-size 2 --dp-size 2 --enable-dp-attention --enable-dp-lm-head",
+}
 MAX_EXCHANGED_IDS = 2**24  # ids travel as float32
 # Settings with which SGLang's sampler looks for NaN in the logits. Not every known version has the second.
 LOGIT_CHECKS = ("SGLANG_SANITIZE_NAN_LOGITS", "SGLANG_ENABLE_NAN_LOGITS_CHECK", "SGLANG_ENABLE_ASYNC_ASSERT")
@@ -110,8 +116,8 @@ def _unmeasured_ranks() -> str | None:
     parallel, wanted = get_parallel(), switch(RANKS_VARIABLE)
     if wanted is False:
         return f"several GPUs are left to SGLang, as {RANKS_VARIABLE} is off"
-    replicated = parallel.tp_size > 1 and parallel.attn_dp_size > 1
-    if wanted or ((parallel.tp_size, parallel.pp_size) in MEASURED_RANKS and not replicated):
+    replicas = parallel.attn_dp_size if parallel.tp_size > 1 else 1
+    if wanted or ((parallel.tp_size, parallel.pp_size, replicas) in MEASURED_RANKS and not shares_head()):
         return None
     return (
         "this parallel configuration is off by default; measured ones are: "

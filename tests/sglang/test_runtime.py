@@ -254,7 +254,9 @@ def test_of_speculative_decoding_it_is_said_what_is_not_served(
         ({"tp_size": 8}, False),
         ({"pp_size": 3}, False),
         ({"tp_size": 2, "pp_size": 2}, False),
-        ({"tp_size": 2, "attn_dp_size": 2, "enable_dp_lm_head": True}, False),
+        ({"tp_size": 2, "attn_dp_size": 2, "enable_dp_lm_head": True}, True),
+        ({"tp_size": 2, "attn_dp_size": 2}, False),
+        ({"tp_size": 4, "attn_dp_size": 2, "enable_dp_lm_head": True}, False),
     ],
     ids=str,
 )

@@ -749,7 +749,7 @@ RANKS = {
 def of_two_ranks(request, folder):
     """Our server of two ranks, named in ``RANKS``: that name, and the server."""
     name = request.param
-    environment = TWO_RANKS | ({"FLASHSAMPLE_SEVERAL_GPUS": "1"} if name.startswith("DP attention") else {})
+    environment = TWO_RANKS | ({"FLASHSAMPLE_SEVERAL_GPUS": "1"} if name.endswith("over all ranks") else {})
     if name != "pipeline parallelism":  # our ranks exchange by kernels, and DP attention has some
         environment |= INTERPRETED
     arguments = [*ARGUMENTS, *RANKS[name][0]]
