@@ -197,8 +197,8 @@ def said(*claims: str) -> None:
 
 
 def usual(row: dict) -> bool:
-    """A server without drafts and without deterministic inference."""
-    return "speculation" not in row and "deterministic" not in row
+    """A server without drafts, deterministic inference, stages and replicas."""
+    return not {"speculation", "deterministic", "dp"} & row.keys() and row.get("pp", 1) == 1
 
 
 def percent(ratio: float) -> str:
@@ -249,19 +249,35 @@ def test_the_readme_says_where_drafts_without_a_model_lose():
     said(f"with one request at temperature 1: {100 * (1 - ratios[worst]):.0f} % fewer tokens per second than stock")
 
 
-def test_the_readme_says_what_drafts_of_eagle_gain_over_sglangs_best_mode():
+def tokens_of(row: dict) -> float:
+    return row["tokens_s"]
+
+
+def test_the_readme_says_what_drafts_gain_over_sglangs_best_mode():
     over: dict[tuple[int, str, bool], list[float]] = {}
+    others: dict[str, list[float]] = {}
     for gpus, name in ((1, "h200-speculation"), (2, "h200x2-speculation")):
         for (temperature, algorithm, model, batch), cell in drafted(name).items():
-            assert algorithm == "EAGLE" and batch in (1, 8, 32)
-            best = max(cell[mode]["tokens_s"] for mode in ("stock", "rejection", "tree") if mode in cell)
-            over.setdefault((gpus, model, temperature > 0), []).append(cell["coupled"]["tokens_s"] / best)
-    words = {key: f"{min(ratios):.2f} to {max(ratios):.2f}" for key, ratios in over.items()}
+            assert batch in (1, 8, 32)
+            best = max((cell[mode] for mode in ("stock", "rejection", "tree") if mode in cell), key=tokens_of)
+            ours = cell.get("coupled", cell["greedy"] if algorithm == "NGRAM" else {})
+            ratio = tokens_of(ours) / tokens_of(best)
+            if algorithm == "EAGLE":
+                over.setdefault((gpus, model, temperature > 0), []).append(ratio)
+            elif gpus == 1:
+                others.setdefault(algorithm, []).append(ratio)
+                assert model == "qwen3-1.7b"
+                assert ratio > 1 or 1 - ratio < max(one["tokens_s_spread"] / tokens_of(one) for one in (best, ours))
+    words = {key: f"{min(ratios):.2f} to {max(ratios):.2f}" for key, ratios in (over | others).items()}
+    assert sum(ratio < 1 for ratios in others.values() for ratio in ratios) == 1
+    assert min(others["NGRAM"]) < 1
     said(
         f"Qwen3-8B's size: sampled {words[1, 'qwen3-8b', True]} times, greedy {words[1, 'qwen3-8b', False]}; "
         f"on two GPUs {words[2, 'qwen3-8b', True]} and {words[2, 'qwen3-8b', False]}.",
         f"Qwen3-1.7B's size (noisy): sampled {words[1, 'qwen3-1.7b', True]}, "
         f"greedy {words[1, 'qwen3-1.7b', False]}, **a loss** with one request",
+        f"NEXTN {words['NEXTN']}, EAGLE3 {words['EAGLE3']} (no draft accepted), NGRAM {words['NGRAM']} (below 1 once, "
+        "within the spread)",
     )
 
 
@@ -273,8 +289,9 @@ def test_the_page_of_drafts_says_what_a_pass_of_few_ids_takes_and_where_tokens_c
     assert f"a pass of Qwen3-1.7B's EAGLE layer took {hot} µs ({whole})" in text
     cells_of_all = [*cells.items(), *drafted("h200x2-speculation").items()]
     sampled = [cell for (temperature, *_), cell in cells_of_all if temperature]
-    assert all(cell["coupled"]["tokens_s"] > cell["rejection"]["tokens_s"] for cell in sampled)
-    assert f"coupled drafts were faster in all {len(sampled)} cells measured" in text
+    raced = [cell for cell in sampled if "rejection" in cell]
+    faster = [cell for cell in raced if tokens_of(cell["coupled"]) > tokens_of(cell["rejection"])]
+    assert f"coupled drafts were faster in {len(faster)} of {len(raced)} cells measured" in text
     large = [cell for (_, _, model, _), cell in cells.items() if model == "qwen3-8b"]
     over = [(cell["hot"]["covered"], cell["hot"]["tokens_s"] / cell["coupled"]["tokens_s"] - 1) for cell in large]
     assert not any(0.975 < covered < 0.99 for covered, _ in over)
@@ -329,10 +346,10 @@ def test_the_readme_says_where_the_backend_does_not_help():
     for row in rows("h200x2-serve"):
         if row["section"] == "stock" and row["sampling"] == "greedy" and usual(row):
             spreads[row["batch"]] = max(spreads.get(row["batch"], 0.0), row["spread_us"] / row["tpot_us"])
-    (within,) = [batch for (_, batch), ratio in greedy("h200x2-serve").items() if 1 - ratio <= spreads[batch]]
+    assert all(1 - ratio > spreads[batch] for (_, batch), ratio in greedy("h200x2-serve").items())
     said(
         f"{least_to_most('h200-serve')} time on one GPU, {least_to_most('h200x2-serve')} on two "
-        f"(H200, Qwen3-8B's size, `--tp-size 2`; at {within} requests within the spread)"
+        "(H200, Qwen3-8B's size, `--tp-size 2`)"
     )
 
 
@@ -431,5 +448,5 @@ def test_the_support_matrix_is_that_of_the_result_files_and_of_the_tests():
     oldest, newest = (".".join(map(str, version)) for version in (versions.OLDEST, versions.NEWEST))
     said(f"SGLang {oldest} to {newest}")
     servers = {row["model"] for result in results for row in result.get("rows", ()) if "tpot_us" in row}
-    assert servers == {"qwen3-1.7b", "qwen3-8b", "smollm2-135m"}
-    assert "servers: Qwen3 1.7B and 8B, SmolLM2" in measured["models"]
+    assert servers == {"qwen3-1.7b", "qwen3-8b", "qwen3-30b-a3b", "smollm2-135m"}
+    assert "servers: Qwen3 1.7B, 8B and 30B-A3B, SmolLM2" in measured["models"]
