@@ -128,13 +128,16 @@ def replayed(
         state.counts.replayed += 1
         return keyed.replay_next(num_rows), asked
     slots = slots_of(sampling_info, num_rows)
-    if not lazy.prefills or slots is None:
+    if slots is None or state.stage_for(num_rows, lazy.prefills) is None:
         return None
     try:
         table.hand_over(keyed.next_batch, lazy.hidden, slots, positions)
     except ValueError:  # the graph cannot read such tensors
         return None
-    state.counts.prefills += 1
+    if lazy.prefills:
+        state.counts.prefills += 1
+    else:
+        state.counts.replayed += 1
     return keyed.replay_next(num_rows), None
 
 
@@ -187,9 +190,9 @@ def _draw(lazy: LazyLogits, step: Step) -> Drawn:
     state: HeadState = lazy.source
     hidden, captured, edits, asked = lazy.hidden, lazy.captured, step.edits, step.asked
     num_rows = hidden.shape[0]
-    staged = captured is None and lazy.prefills and edits is None and asked is None and step.nodes is None
+    staged = captured is None and edits is None and asked is None and step.nodes is None
     if staged:
-        captured = state.stage_for(num_rows)
+        captured = state.stage_for(num_rows, lazy.prefills)
         staged = captured is not None and _is_staged(captured, hidden, step.slots, step.positions)
         captured = captured if staged else None
     # In a pipeline, what a graph is told may be overwritten before it has run.

@@ -504,15 +504,18 @@ class HeadState:
         size = self.processor.vocab_size
         return self.head.draw_from_logits_with_logprobs(logits, params, wanted, vocab_size=size)
 
-    def stage_for(self, num_rows: int) -> torch.Tensor | None:
-        """The stage that a prefill of so many rows is replayed on; None where it is to be launched: a prefill of more
-        rows, and one of a pipeline, whose batch may be overwritten before it has run."""
+    def stage_for(self, num_rows: int, prefills: bool = True) -> torch.Tensor | None:
+        """The stage that a step of so many rows is replayed on where it is in no graph of SGLang's; None where it is to
+        be launched: a step of more rows, and one of a pipeline, whose batch may be overwritten before it has run. Of
+        ranks that share the head, those of prefills are replayed alone."""
         if not self.use_step_graphs or self.copies_tokens or num_rows > max(STAGED_ROWS, default=0):
+            return None
+        if self.exchange is not None and not prefills:
             return None
         return self.stage(next_power_of_2(num_rows))
 
     def stage(self, rows: int) -> torch.Tensor:
-        """``[rows, D]``, where graphs of prefills bring their hidden states, which lie elsewhere each time."""
+        """``[rows, D]``, where graphs bring hidden states that lie elsewhere each time."""
         stage = self.stages.get(rows)
         if stage is None:
             head = self.head.lm_head

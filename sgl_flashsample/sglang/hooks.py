@@ -210,6 +210,8 @@ class StepHooks:
     @_guarded
     def from_schedule_batch(self, result: Any, sampling_info: Any, schedule_batch: Any, vocab_size: int) -> None:
         runtime = self.runtime
+        if not schedule_batch.reqs:  # another rank of DP attention has a step, and waits for this one in each of them
+            runtime.metrics.last_batch = time.perf_counter()
         if runtime.inactive_reason is None:
             batch = Batch.of_requests(
                 schedule_batch.reqs,

@@ -37,8 +37,8 @@ READ_SECONDS = 1.0  # between two copies of a counter from the device: each cost
 class Metrics:
     """add_batch counts one batch; all but the counting runs at intervals. A log line at most once per
     ``FLASHSAMPLE_LOG_SECONDS``; Prometheus metrics, with these labels, where the server has metrics on. reports: False
-    on a rank whose batches another one reports: it has neither. last_batch: the time of the last one that was counted,
-    by ``time.perf_counter``."""
+    on a rank whose batches another one reports: it has neither. last_batch: the time of the last one that was counted
+    or, without rows, ran beside another rank's, by ``time.perf_counter``."""
 
     def __init__(self, prometheus: bool, reports: bool = True, labels: Mapping[str, str] | None = None) -> None:
         self.log_seconds, self._reports = seconds(LOG_SECONDS_VARIABLE), reports

@@ -744,15 +744,18 @@ def test_an_idle_server_captures_the_graphs_of_steps_ahead(preparing):
     assert runtime.status["heads"][0]["graphs"] == state.graphs.count
 
 
-@pytest.mark.parametrize("verified", [False, True])
-def test_a_request_that_follows_the_last_one_at_once_waits_for_no_capture(clock, preparing, verified):
+@pytest.mark.parametrize("served", ["drawn", "verified", "by another rank of DP attention"])
+def test_a_request_that_follows_the_last_one_at_once_waits_for_no_capture(clock, preparing, served):
     """SGLang is idle between the two."""
     runtime, state = preparing
     for _ in range(3):
-        if verified:
+        if served == "drawn":
+            runtime.metrics.add_fused(1, 0, clock[0])
+        elif served == "verified":
             runtime.count_verified(None, Routing.all_fused(1), (torch.zeros(1),) * 3, VOCAB, clock[0])
         else:
-            runtime.metrics.add_fused(1, 0, clock[0])
+            none = types.SimpleNamespace(reqs=[], req_pool_indices_cpu=torch.empty(0, dtype=torch.int64), device="cpu")
+            StepHooks(runtime).from_schedule_batch(None, types.SimpleNamespace(), none, VOCAB)
         runtime.idle()
         clock[0] += 0.9 * QUIET_SECONDS
         runtime.idle()

@@ -940,8 +940,10 @@ def test_graphs_that_are_captured_ahead_gather_their_rows(moving):
 
 
 class Prefills:
-    """Prefills of new requests in slots from 1 on, whose hidden states are elsewhere each time. Each is compared with
-    the same step of a head without graphs."""
+    """Prefills of new requests in slots from 1 on, or with ``decodes`` decode steps that SGLang's graphs do not serve,
+    whose hidden states are elsewhere each time. Each is compared with the same step of a head without graphs."""
+
+    decodes = False
 
     def __init__(self, **options: Any) -> None:
         self.capture, self.table = CountingCapture(), RowTable(CPU)
@@ -959,7 +961,7 @@ class Prefills:
         slots, positions = (change.get(name, lambda same: same)(slots) for name in ("slots", "positions"))
         step = Step(batch, slots, positions, edits, False)
         replays = self.capture.replays
-        lazy = LazyLogits(hidden, VOCAB, self.state, lambda hidden: pytest.fail("logits"), prefills=True)
+        lazy = LazyLogits(hidden, VOCAB, self.state, lambda hidden: pytest.fail("logits"), prefills=not self.decodes)
         info = types.SimpleNamespace(**{BATCH_ATTRIBUTE: batch, SLOTS_ATTRIBUTE: slots, "grammars": None})
         ready = None if edits is not None else replayed(time.perf_counter(), lazy, info, positions, False)
         drawn, how = ready and ready[0], "ready"
@@ -968,7 +970,11 @@ class Prefills:
             how = "replayed" if self.capture.replays > replays else "launched"
         lazy = LazyLogits(hidden, VOCAB, self._launching, lambda hidden: pytest.fail("logits"), prefills=True)
         assert torch.equal(drawn.token_ids, draw(lazy, step).token_ids)
-        assert self.state.counts.prefills == self.number and self.state.counts.launched == 0
+        counts = self.state.counts
+        if self.decodes:
+            assert counts.replayed == self.capture.replays == self.number - counts.launched and counts.prefills == 0
+        else:
+            assert counts.prefills == self.number and counts.launched == 0
         return how
 
 
@@ -984,6 +990,17 @@ def test_prefills_are_replayed_from_a_place_of_their_own(prefills, num_rows):
     served = [prefills.step(num_rows) for _ in range(SETTLED + 4)]
     assert served == [*WARM, "replayed", *["ready"] * 3]
     assert prefills.state.counts.late_captures == SLOTS
+
+
+def test_decode_steps_that_sglangs_graphs_do_not_serve_are_replayed_as_prefills_are(prefills):
+    """On a rank of DP attention, where another one has a prefill; above SGLang's largest graph."""
+    prefills.decodes = True
+    assert [prefills.step(3) for _ in range(SETTLED + 4)] == [*WARM, "replayed", *["ready"] * 3]
+
+
+def test_ranks_that_share_a_head_replay_prefills_alone_where_sglang_has_no_graph(prefills):
+    prefills.state.exchange = object()
+    assert prefills.state.stage_for(3, prefills=False) is None and prefills.state.stage_for(3) is not None
 
 
 def test_the_graph_of_a_prefill_writes_the_lines_of_requests_that_are_in_other_batches(prefills):
