@@ -176,7 +176,9 @@ class DraftTree(NamedTuple):
 
     @classmethod
     def chain(cls, num_nodes: int, device: torch.device | str) -> DraftTree:
-        """Each node but the last has one child."""
+        """Each node but the last has one child. Raises ValueError for less than 1 node."""
+        if num_nodes < 1:
+            raise ValueError(f"num_nodes is {num_nodes}; expected 1 or more")
         depth = torch.arange(num_nodes, device=device)
         none = torch.full_like(depth, _NONE)
         return cls(torch.where(depth + 1 < num_nodes, depth + 1, none), none, depth)

@@ -61,8 +61,8 @@ class Head:
         searched: torch.Tensor | None = None,
         announces_changes: bool = False,
     ) -> None:
-        if max_rows < 0:
-            raise ValueError(f"max_rows is {max_rows}; expected 0 or more")
+        if type(max_rows) is not int or max_rows < 0:
+            raise ValueError(f"max_rows is {max_rows!r}; expected an integer, 0 or more")
         lm_head = lm_head if isinstance(lm_head, LMHead) else LMHead(lm_head)
         for name, value, kind in (("table", table, DispatchTable), ("screen", screen, Screen)):
             if value is not None and not isinstance(value, kind):
@@ -245,7 +245,7 @@ class Head:
             return paths.launch_flashinfer(hidden, params, parts)
         config = self.table.lookup_on(path, num_rows, kind)
         if parts.workspace is not None:  # it is kept for the configurations of the table alone
-            parts = parts.with_scratch([config], num_rows)
+            parts = parts.with_scratch([config], max(1, num_rows))
         return paths.launch(config, hidden, params, parts, return_logprob=return_logprob)
 
     def _unsupported_by_screen(self, num_rows: int, return_logprob: bool) -> str | None:
@@ -454,7 +454,9 @@ class Head:
 
     def replace(self, lm_head: LMHead) -> None:
         """Draw from another head from now on. One of another shape takes the built-in choices, and scratch of its
-        own."""
+        own. Raises ValueError for a value of another type."""
+        if not isinstance(lm_head, LMHead):
+            raise ValueError(f"lm_head is {lm_head!r}; expected an LMHead")
         self._parts = self._parts._replace(lm_head=lm_head)
         if HeadTraits.of(lm_head).unmodelled != self.table.traits.unmodelled:
             rows, logprobs = self._rows_scratch, self._logprob_scratch

@@ -27,7 +27,7 @@ class WantedLogprobs(NamedTuple):
     None: ``top`` in every row. token_ids: ``[B, m]`` int64, absolute ids of each row, -1 in unused places, or
     ``[1, m]``, the same for all rows; None: no given ids. original: at temperature 1 in every row, edits included
     (``SGLANG_RETURN_ORIGINAL_LOGPROB``); else at the temperature of the draw. temperature: ``[B]`` float32, those of
-    the logprobs where the draw has others: a greedy row may have one beside sampled rows.
+    the logprobs where the draw has others: a greedy row may have one beside sampled rows; not with ``original``.
     """
 
     top: int = 0
@@ -76,6 +76,8 @@ def check_wanted(wanted: WantedLogprobs, num_rows: int, like: torch.Tensor) -> N
     if wanted.token_ids is not None:
         check_ids(wanted.token_ids, num_rows, like, "wanted.token_ids")
     if wanted.temperature is not None:
+        if wanted.original:
+            raise ValueError("wanted.original is True; expected False with wanted.temperature")
         check_rows("wanted.temperature", wanted.temperature, (num_rows,), torch.float32, like)
 
 

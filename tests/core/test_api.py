@@ -138,6 +138,11 @@ def test_a_table_or_scratch_of_another_head_is_named(device):
     for given in ({"table": "h200.json"}, {"screen": True}):
         with pytest.raises(ValueError, match=r"(table is 'h200|screen is T).*; expected a (DispatchTable|Screen) or"):
             Head(case.head, **given)
+    for rows in (-1, None, 1.5):
+        with pytest.raises(ValueError, match=f"max_rows is {rows}; expected an integer, 0 or more"):
+            Head(case.head, max_rows=rows)
+    with pytest.raises(ValueError, match="lm_head is None; expected an LMHead"):
+        Head(case.head).replace(None)
     with pytest.raises(ValueError, match="workspace has 1 slots"):
         sample(case.hidden, Head(case.head, workspace=Workspace(1, device)), case.params)
 
@@ -247,7 +252,10 @@ def test_argmax_is_of_the_models_own_logits(device):
 
 def test_a_batch_of_no_rows_has_no_tokens(device):
     case = example(device, rows=0)
-    tokens = [sample(case.hidden, case.head, case.params, path=path).token_ids for path in ("fused", "logits")]
+    paths, scratch = ("fused", "logits"), Head(case.head, max_rows=2)
+    tokens = [
+        sample(case.hidden, head, case.params, path=path).token_ids for path in paths for head in (case.head, scratch)
+    ]
     for none in (*tokens, argmax(case.hidden, Head(case.head, screen=Screen(case.head, 1)))):
         assert none.shape == (0,) and none.dtype is torch.int64
 

@@ -564,6 +564,12 @@ def test_rows_and_heads_that_do_not_fit_are_named(device):
         (lambda: head.logprobs_of(case.hidden, tokens, 3), "wanted is 3; expected WantedLogprobs"),
         (
             lambda: head.draw_with_logprobs(
+                case.hidden, case.params, WantedLogprobs(original=True, temperature=case.params.temperature)
+            ),
+            "wanted.original is True; expected False with wanted.temperature",
+        ),
+        (
+            lambda: head.draw_with_logprobs(
                 case.hidden, dataclasses.replace(case.params, seed=tokens[:1]), WantedLogprobs()
             ),
             r"seed is \(1,\)",

@@ -225,3 +225,8 @@ def test_wrong_arguments_are_named(changed, message):
 def test_parents_that_are_no_tree_are_named(parents, message):
     with pytest.raises(ValueError, match=message):
         DraftTree.from_parents(parents, "cpu")
+
+
+def test_a_chain_has_one_node_or_more():
+    with pytest.raises(ValueError, match="num_nodes is 0; expected 1 or more"):
+        DraftTree.chain(0, "cpu")
