@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from ..exit_codes import OK
-from ..files import write_whole
+from ..files import check_other, write_whole
 from ..kernels.config import GROUP_SIZE
 from ..kinds import KIND_NAMES, SamplingPath
 from ..model_config import head_of
@@ -149,6 +149,7 @@ def report(options: argparse.Namespace) -> None:
     name = options.file.with_suffix(".html").name
     out = options.out or Path(name)
     out = out / name if out.is_dir() else out
+    check_other(out, "--out", [options.file])
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         write_whole(out, page(table, log_of(options.file)))
@@ -160,7 +161,10 @@ def report(options: argparse.Namespace) -> None:
 
 
 def explain(options: argparse.Namespace) -> None:
-    given = any((options.model_path, options.vocab, options.hidden))
+    of_head = (options.model_path, options.vocab, options.hidden, options.dtype, options.softcap)
+    given = any(value is not None for value in of_head) or options.tp != 1
+    if options.file is not None and (given or options.device is not None):
+        raise ValueError("a table and --device or a head are given; expected one or the other")
     head = _head(options, warn=False) if given else None
     _tables().explain(options.file, options.device, head, options.batch, options.kind, options.json)
 
@@ -289,7 +293,9 @@ COMMANDS = {
             _argument("--batch-sizes", dest="sizes", type=sizes_of, help="instead of the usual ten: 1,8,64"),
             _argument("--compilers", **PROCESSES),
             _argument("--baselines", choices=("on", "off"), help="race FlashInfer too (default: on unless quick)"),
-            _argument("--allow-path", dest="flashinfer", choices=(SamplingPath.FLASHINFER,), help=FLASHINFER_HELP),
+            _argument(
+                "--allow-path", dest="flashinfer", choices=(SamplingPath.FLASHINFER.value,), help=FLASHINFER_HELP
+            ),
             _flag("--allow-busy", "tune although others use the GPU"),
         ),
     ),

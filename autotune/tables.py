@@ -215,8 +215,6 @@ def explain(
     settings, or for one. file: a table; None for the table that a server with such a device and head would find."""
     warnings: list[str] = []
     if file is not None:
-        if device_name is not None or head is not None:
-            raise ValueError("a table and --device or a head are given; expected one or the other")
         table = read(file)
         device, head = device_and_head(table)
         # The target is the machine that it was measured on, with the kernels that are installed here.

@@ -139,6 +139,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batches", nargs="+", type=int, default=BATCHES)
 
 
+def prepare(options: Any) -> None:
+    for name in ("threads", "vocabularies", "batches"):
+        if (least := min(getattr(options, name))) < 1:
+            raise ValueError(f"--{name} has {least}; expected 1 or more")
+
+
 def measure(options: Any, result: Result) -> int:
     cores = len(os.sched_getaffinity(0))
     result.env |= {"processor": processor(), "cores": cores, "numba": numba.__version__}
@@ -152,4 +158,4 @@ def measure(options: Any, result: Result) -> int:
 
 
 PLACE = ("V", "B", "threads", "sampling", "path")
-BENCHMARKS = {"cpu": Benchmark(__doc__, measure, add_options, place=PLACE, needs_gpu=False)}
+BENCHMARKS = {"cpu": Benchmark(__doc__, measure, add_options, prepare, place=PLACE, needs_gpu=False)}

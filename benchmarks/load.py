@@ -281,6 +281,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def check(options: Any) -> None:
+    if not 0 < options.minutes < float("inf"):
+        raise ValueError(f"--minutes is {options.minutes:g}; expected above 0")
     if torch.cuda.device_count() == 1:
         raise ValueError("there is one GPU; expected two or more, or none")
 

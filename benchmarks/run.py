@@ -102,6 +102,8 @@ def main() -> int:
     parser = benchmark.parser(name)
     options = parser.parse_args(sys.argv[2:])
     try:
+        if options.out.exists() and not options.out.is_file():
+            raise ValueError(f"--out is {options.out}, which is not a plain file")
         benchmark.prepare(options)
     except ValueError as error:
         parser.error(str(error))

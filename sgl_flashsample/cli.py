@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from . import __version__
 from .exit_codes import FAILED, INTERRUPTED, OK, USAGE
-from .files import check_writable
+from .files import check_other, check_writable
 
 if TYPE_CHECKING:
     from .hot_vocab import HotVocab
@@ -322,7 +322,9 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
 
 def bench(options: argparse.Namespace, arguments: list[str]) -> int:
     """Compare a server with stock SGLang's. Measurements are kept on an interruption. arguments: SGLang's."""
-    names = [name.strip() for name in options.samplings.split(",")]
+    names = [name for name in map(str.strip, options.samplings.split(",")) if name]
+    if not names:
+        raise ValueError(f"--samplings is {options.samplings!r}; expected names separated by commas")
     traffic = options.traffic is not None
     where, sizes = ("--traffic", options.traffic) if traffic else ("--batches", options.batches)
     try:
@@ -351,6 +353,14 @@ def bench(options: argparse.Namespace, arguments: list[str]) -> int:
     for option, file in (("--json", options.json), ("--html", options.html)):
         if file is not None:
             check_writable(file, option)  # now, not after the measurement
+    if (
+        options.json is not None
+        and options.html is not None
+        and Path(options.json).resolve() == Path(options.html).resolve()
+    ):
+        raise ValueError(f"--json and --html are both {options.json}; expected two files")
+    if Path(options.logs).exists() and not Path(options.logs).is_dir():
+        raise ValueError(f"--logs is {options.logs}, which is not a folder")
     for package in ("sglang", *["plotly"] * (options.html is not None), *["scipy"] * traffic):
         if importlib.util.find_spec(package) is None:
             raise ModuleNotFoundError(name=package)
@@ -542,8 +552,7 @@ def _write_map(options: argparse.Namespace, counts: HotVocab) -> int:
     from .hot_vocab import MAPPED_SHARE
 
     check_writable(options.out, "--out")
-    if os.path.exists(options.out) and os.path.samefile(options.out, options.files[0]):
-        raise ValueError(f"--out is {options.out}, the file of token counts; expected another one")
+    check_other(options.out, "--out", options.files[:1])
     number = max(1, int(MAPPED_SHARE * counts.vocab)) if options.ids is None else options.ids
     try:
         ids = counts.most_frequent(number)
@@ -571,6 +580,7 @@ def _count(options: argparse.Namespace) -> tuple[HotVocab, bool]:
 
     if options.out is not None:
         check_writable(options.out, "--out")  # now, not after an hour
+        check_other(options.out, "--out", options.files)
     name, vocab, encode, known = options.model or "", options.vocab, None, 1
     path = Path(name)
     folder = path if path.is_dir() else path.parent

@@ -9,6 +9,7 @@ import json
 import os
 import stat
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
@@ -108,6 +109,12 @@ def check_writable(file: str | os.PathLike[str], option: str) -> None:
         tempfile.TemporaryFile(dir=path.parent).close()
     except OSError as error:
         raise ValueError(f"{option} is {file}, which cannot be written: {error.strerror}") from None
+
+
+def check_other(file: str | os.PathLike[str], option: str, inputs: Iterable[str | os.PathLike[str]]) -> None:
+    """Raises ValueError, with the ``option`` that named ``file``, where that is one of the files that are read."""
+    if os.path.exists(file) and any(os.path.exists(one) and os.path.samefile(file, one) for one in inputs):
+        raise ValueError(f"{option} is {file}, a file that is read; expected another one")
 
 
 def write_whole(file: str | os.PathLike[str], content: str | bytes) -> None:

@@ -91,8 +91,8 @@ def compile_ahead(heads: Sequence[Parts], max_rows: int, table: DispatchTable, *
         with (
             ThreadPoolExecutor(threads, initializer=_leave_signals_to_others) as pool,
             _dropped_when_interrupted(pool),
-            triton.AsyncCompileMode(pool, ignore_errors=True),
-            _dropped_when_interrupted(pool),  # leaving the mode waits for all that it was given
+            triton.AsyncCompileMode(pool, ignore_errors=True) as mode,
+            _dropped_when_interrupted(pool, mode),  # leaving the mode waits for all that it was given
             compiling_only(),
         ):
             for parts in heads:
@@ -120,12 +120,14 @@ def _leave_signals_to_others() -> None:
 
 
 @contextlib.contextmanager
-def _dropped_when_interrupted(pool: ThreadPoolExecutor) -> Iterator[None]:
-    """A KeyboardInterrupt in the block drops the work that waits in the pool."""
+def _dropped_when_interrupted(pool: ThreadPoolExecutor, mode: triton.AsyncCompileMode | None = None) -> Iterator[None]:
+    """A KeyboardInterrupt in the block drops the work that waits in the pool, and what ``mode`` waits for of it."""
     try:
         yield
     except KeyboardInterrupt:
         pool.shutdown(wait=False, cancel_futures=True)
+        if mode is not None:  # nobody tells it that a future was cancelled
+            mode.raw_futures = [future for future in mode.raw_futures if not future.cancelled()]
         raise
 
 

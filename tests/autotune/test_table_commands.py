@@ -105,6 +105,8 @@ print({{"torch", "triton", "optuna", "plotly"}} & set(sys.modules))
             ["explain", "FILE", "--batch", "1", "--vocab", "8", "--hidden", "64"],
             "a table and --device or a head are given",
         ),
+        (["explain", "FILE", "--batch", "1", "--tp", "2"], "a table and --device or a head are given"),
+        (["explain", "FILE", "--batch", "1", "--vocab", "0"], "a table and --device or a head are given"),
         (
             ["explain", "--batch", "1"],
             "there is no GPU here; expected --device NAME and a head to look for a table, or a table",
@@ -125,6 +127,7 @@ print({{"torch", "triton", "optuna", "plotly"}} & set(sys.modules))
         (["merge", "FILE", "FILE", "-o", "nowhere/c"], "nowhere/c cannot be written: No such file or directory"),
         (["verify", "pipe"], "pipe: it is not a plain file"),
         (["report", "pipe"], "pipe: it is not a plain file"),
+        (["report", "FILE", "--out", "FILE"], "--out is FILE, a file that is read; expected another one"),
     ],
     ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else "",
 )

@@ -1661,6 +1661,24 @@ def test_options_of_the_race_against_rivals_that_do_not_fit_are_named(load, chan
         load("rivals").prepare(types.SimpleNamespace(**options | changes))
 
 
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["cpu", "--out", "."], "--out is ., which is not a plain file"),
+        (["cpu", "--out", "x", "--threads", "0"], "--threads has 0; expected 1 or more"),
+        (["load", "--out", "x", "--minutes", "0"], "--minutes is 0; expected above 0"),
+    ],
+)
+def test_options_that_do_not_fit_are_named_before_anything_is_measured(
+    load, tmp_path, monkeypatch, capsys, arguments, message
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["run.py", *arguments])
+    with pytest.raises(SystemExit, match="2"):
+        load("run").main()
+    assert message in capsys.readouterr().err and not os.listdir(tmp_path)
+
+
 def test_the_counters_of_a_server_are_found_among_the_labels_of_sglang(load):
     text = """\
 sglang:flashsample_rows_total{model_name="m",path="fused",reason="",tp_rank="0"} 90.0
