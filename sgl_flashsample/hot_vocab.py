@@ -10,6 +10,7 @@ A file of counts is data from elsewhere: everything in it is checked and bounded
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import itertools
@@ -194,6 +195,19 @@ PROGRESS_SECONDS = 5.0
 Encode = Callable[[list[str]], list[list[int]]]
 
 
+def _ask_hub_once(name: str) -> None:
+    """Raise where the Hugging Face hub has no model of this name or is not reached: transformers tries for most of a
+    minute then. What the cache has needs no hub."""
+    import huggingface_hub
+    from huggingface_hub.errors import EntryNotFoundError, OfflineModeIsEnabled
+
+    file = "tokenizer_config.json"
+    if isinstance(huggingface_hub.try_to_load_from_cache(name, file), str):
+        return
+    with contextlib.suppress(EntryNotFoundError, OfflineModeIsEnabled):
+        huggingface_hub.get_hf_file_metadata(huggingface_hub.hf_hub_url(name, file))
+
+
 def load_tokenizer(name: str) -> tuple[Encode, int]:
     """A function that encodes texts without special tokens, and the number of ids that it knows.
 
@@ -211,6 +225,8 @@ def load_tokenizer(name: str) -> tuple[Encode, int]:
 
         load = AutoTokenizer.from_pretrained
     try:
+        if not os.path.exists(name):
+            _ask_hub_once(name)
         tokenizer = load(str(file) if fast else name)
     except ModuleNotFoundError:
         raise

@@ -116,6 +116,7 @@ def test_a_transformers_tokenizer_is_loaded_by_its_name_and_v_is_what_it_knows(t
     transformers = pytest.importorskip("transformers")
     fast = transformers.PreTrainedTokenizerFast(tokenizer_file=str(model / "tokenizer.json"))
     write("a.txt", text_of(50))
+    monkeypatch.setattr("huggingface_hub.get_hf_file_metadata", lambda url: None)
     for tokenizer in (fast, transformers.ByT5Tokenizer()):  # the second one is not of the tokenizers library
         known = max(tokenizer.get_vocab().values()) + 1
         monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", {"Qwen/Qwen9-1B": tokenizer}.__getitem__)
@@ -127,6 +128,21 @@ def test_a_transformers_tokenizer_is_loaded_by_its_name_and_v_is_what_it_knows(t
         assert (
             written.digest == counts_of(Counter(tokenizer.encode(text_of(50), add_special_tokens=False)), known).digest
         )
+
+
+def test_a_hub_that_is_not_reached_is_asked_once_for_a_tokenizer(monkeypatch, tmp_path):
+    transformers, asked = pytest.importorskip("transformers"), []
+
+    def unreachable(url: str) -> None:
+        asked.append(url)
+        raise Exception("Name or service not known")
+
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "empty"))
+    monkeypatch.setattr("huggingface_hub.get_hf_file_metadata", unreachable)
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", lambda _: pytest.fail("transformers asks it"))
+    with pytest.raises(hot_vocab.BadFileError, match="--tokenizer Qwen/another: Exception: Name or service not known"):
+        hot_vocab.load_tokenizer("Qwen/another")
+    assert len(asked) == 1
 
 
 def test_without_the_tokenizers_library_the_error_says_so(model, monkeypatch):
