@@ -26,6 +26,7 @@ profile  calls per decode step, stock and ours, counted in profiler traces (``st
          tensor-parallel ranks, microseconds of their exchange
 
 ``--tp``, ``--pp``: GPUs of each server. Its rows say so, and how many bytes a rank receives per row of a step.
+Ours has the default environment: with numbers of them that are off by default, ``--set FLASHSAMPLE_SEVERAL_GPUS=1``.
 ``--dp``: DP attention with ``--enable-dp-lm-head``, of so many replicas of ``--tp`` ranks in all; its rows say so.
 ``--speculation``: drafts of n-grams in both servers, ``--draft-tokens`` per step; its rows say so. With dummy weights
 they tell what a step costs, not how many drafts are accepted. ``--deterministic``: servers of deterministic inference;
@@ -66,7 +67,7 @@ from sgl_flashsample.autotune.timing import Timing
 from sgl_flashsample.model_config import shard_of
 from sgl_flashsample.sglang.exchange import bytes_received
 from sgl_flashsample.sglang.model_graph import MODEL_GRAPHS_VARIABLE
-from sgl_flashsample.sglang.support import RANKS_VARIABLE, SPECULATION_VARIABLE
+from sgl_flashsample.sglang.support import SPECULATION_VARIABLE
 from sgl_flashsample.tools import markov
 from sgl_flashsample.tools.bench import (
     COUNTERS_EVERY,
@@ -261,7 +262,6 @@ class ModelRun:
         arguments += server_arguments(self.options.samplings)
         if self.options.tp * self.options.pp > 1:
             arguments += ["--tp-size", str(self.options.tp), "--pp-size", str(self.options.pp)]
-            variables = variables | {RANKS_VARIABLE: "1"}
         if self.options.dp > 1:
             arguments += ["--dp-size", str(self.options.dp), "--enable-dp-attention", "--enable-dp-lm-head"]
         if self.options.speculation:

@@ -43,7 +43,6 @@ from lab.servers import server_on_this_machine
 from serve import versions
 from servers import check_server_options, server_options
 
-from sgl_flashsample.sglang.support import RANKS_VARIABLE
 from sgl_flashsample.tools import markov, traffic
 from sgl_flashsample.tools.bench import COUNTERS_EVERY, OURS, STOCK, Load, check_active, generate
 from sgl_flashsample.tools.samplings import SAMPLINGS
@@ -125,7 +124,6 @@ class ModelRun:
         if cold and label == OURS:
             caches["FLASHINFER_WORKSPACE_BASE"] = str(model.parent / "flashinfer")
         stages = ["--pp-size", str(self.options.pp)] if self.options.pp > 1 else []
-        several = {RANKS_VARIABLE: "1"} if stages else {}
         on_gpu = torch.cuda.is_available()
         graphs = ["--cuda-graph-max-bs-decode", str(min(self.most, GRAPHS_UP_TO))]
         limits = ["--max-running-requests", str(self.most), "--mem-fraction-static", str(self.options.memory_share)]
@@ -135,7 +133,7 @@ class ModelRun:
             backend=OURS if label == OURS else "flashinfer" if on_gpu else "pytorch",
             log=self.options.logs / f"{self.name}-{label}{'-cold' * cold}.log",
             # On a GPU as users have them: bringing the counters up to date takes time of a step.
-            environment=(COUNTERS_EVERY if DRY_RUN else {}) | several | caches | self.options.set,
+            environment=(COUNTERS_EVERY if DRY_RUN else {}) | caches | self.options.set,
             gpu_arguments=(*GPU_ARGUMENTS, *stages, *graphs, *limits),
         )
 

@@ -353,11 +353,7 @@ def bench(options: argparse.Namespace, arguments: list[str]) -> int:
     for option, file in (("--json", options.json), ("--html", options.html)):
         if file is not None:
             check_writable(file, option)  # now, not after the measurement
-    if (
-        options.json is not None
-        and options.html is not None
-        and Path(options.json).resolve() == Path(options.html).resolve()
-    ):
+    if options.json and options.html and Path(options.json).resolve() == Path(options.html).resolve():
         raise ValueError(f"--json and --html are both {options.json}; expected two files")
     if Path(options.logs).exists() and not Path(options.logs).is_dir():
         raise ValueError(f"--logs is {options.logs}, which is not a folder")
