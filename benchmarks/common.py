@@ -108,6 +108,15 @@ class Benchmark:
         self.options(parser)
         return parser
 
+    def key(self, row: dict[str, Any]) -> tuple[Any, ...]:
+        """Equal for rows of one cell."""
+        return tuple(map(row.get, self.place))
+
+    def fills(self, row: dict[str, Any], gap: dict[str, Any]) -> bool:
+        """True if ``row`` measures a cell that ``gap`` names, or one of its section."""
+        fields = [field for field in self.place if field in gap or field not in self.cell]
+        return "path" not in gap and bool(fields) and all(row.get(field) == gap.get(field) for field in fields)
+
 
 class Result:
     """A result file, written again with each ``add`` and ``put``: ``env`` (what results depend on, and ``not_run``),
@@ -118,8 +127,7 @@ class Result:
     """
 
     def __init__(self, file: Path, benchmark: Benchmark, kept: dict[str, Any]) -> None:
-        self.file, self._place, self._cell = file, benchmark.place, benchmark.cell
-        self._sections = benchmark.sections
+        self.file, self._benchmark = file, benchmark
         self.before: dict[str, Any] = kept.get("env", {})
         self.run: dict[str, Any] = {"date": datetime.date.today().isoformat(), "command": command_line()} | state()
         self.env: dict[str, Any] = describe_machine(DEVICE) | {"sgl_flashsample": __version__} | self.run
@@ -137,10 +145,11 @@ class Result:
     def add(self, rows: Iterable[dict[str, Any]]) -> None:
         """Add ``rows`` in the place of those of the same cells; what they measure is not missing any more."""
         new = [row | {"run": len(self.data["runs"]) - 1} for row in rows]
-        replaced = {self._key(row) for row in new}
-        self.data["rows"] = [row for row in self.rows if self._key(row) not in replaced] + new
+        key, fills = self._benchmark.key, self._benchmark.fills
+        replaced = set(map(key, new))
+        self.data["rows"] = [row for row in self.rows if key(row) not in replaced] + new
         gaps = self.env["not_run"]
-        gaps[:] = [gap for gap in gaps if not any(self._fills(row, gap) for row in new)]
+        gaps[:] = [gap for gap in gaps if not any(fills(row, gap) for row in new)]
         self.write()
 
     def put(self, section: str, value: dict[str, Any], name: str | None = None) -> None:
@@ -150,14 +159,15 @@ class Result:
         sections[section] = part if name is None else sections.get(section, {}) | {name: part}
         gaps = self.env["not_run"]
         gaps[:] = [gap for gap in gaps if (gap.get("section"), gap.get("head")) != (section, name)]
-        self.data["sections"] = {one: sections[one] for one in self._sections if one in sections}
+        self.data["sections"] = {one: sections[one] for one in self._benchmark.sections if one in sections}
         self.write()
 
     def miss(self, reason: str | BaseException, **gap: Any) -> None:
         """Record what was not measured, by the last reason; not a cell that the file has."""
         words = reason if isinstance(reason, str) else reason_of(reason)
         print(f"not run: {', '.join(map(str, gap.values()))}: {words}", flush=True)
-        if self._cell and not gap.keys().isdisjoint(self._cell) and any(self._fills(row, gap) for row in self.rows):
+        cell, fills = self._benchmark.cell, self._benchmark.fills
+        if cell and not gap.keys().isdisjoint(cell) and any(fills(row, gap) for row in self.rows):
             return
         others = [other for other in self.env["not_run"] if {**other, "reason": None} != {**gap, "reason": None}]
         self.env["not_run"][:] = [*others, {**gap, "reason": words}]
@@ -169,14 +179,6 @@ class Result:
         """Write the file. Returns the exit code: 1 where something was not measured."""
         self.write()
         return int(bool(self.env["not_run"]))
-
-    def _fills(self, row: dict[str, Any], gap: dict[str, Any]) -> bool:
-        """True if ``row`` measures a cell that ``gap`` names, or one of its section."""
-        fields = [field for field in self._place if field in gap or field not in self._cell]
-        return "path" not in gap and bool(fields) and all(row.get(field) == gap.get(field) for field in fields)
-
-    def _key(self, row: dict[str, Any]) -> tuple[Any, ...]:
-        return tuple(map(row.get, self._place))
 
 
 def command_line() -> str:

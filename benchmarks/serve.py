@@ -60,7 +60,7 @@ import step_profile
 import torch
 from common import DRY_RUN, Benchmark, Result
 from lab.servers import PretendedServer
-from servers import TakingTurns, check_server_options, server_options, take_turns
+from servers import TakingTurns, check_server_options, in_turns, server_options, take_turns
 
 from sgl_flashsample.autotune.race import Ratio
 from sgl_flashsample.autotune.timing import Timing
@@ -210,8 +210,8 @@ def _retractions(server: Server) -> int:
 class ModelRun:
     """The servers of one model, and the requests to them."""
 
-    def __init__(self, name: str, options: Any, result: Result, started: float) -> None:
-        self.name, self.options, self.result, self._started = name, options, result, started
+    def __init__(self, name: str, options: Any, result: Result) -> None:
+        self.name, self.options, self.result = name, options, result
         # Fields of its rows about the servers; none for one GPU without drafts.
         self.about = {"tp": options.tp, "pp": options.pp} if options.tp * options.pp > 1 else {}
         if options.dp > 1:
@@ -226,7 +226,7 @@ class ModelRun:
         """Started and ready. The first starts alone and compiles for the others, where they do not start together.
         Raises ServerError."""
         running: dict[str, Any] = {}
-        with tempfile.TemporaryDirectory() as folder:
+        with tempfile.TemporaryDirectory() as folder, in_turns(self.options) as wait_for_turn:
             model, size = Path(folder), markov.SIZES[self.name]
             (model / "config.json").write_text(json.dumps(markov.config(size)))
             if not DRY_RUN:
@@ -247,6 +247,7 @@ class ModelRun:
                         for sampling in self.options.samplings:  # compiles what the first such request compiles
                             generate(running[label], LOAD, 2, SAMPLINGS[sampling], 4)
                         print(f"{self.name} {label}: ready after {time.monotonic() - began:.0f} s", flush=True)
+                wait_for_turn(running.values())
                 if self.options.pp > 1:
                     take_turns(running.values())
                 yield running
@@ -292,7 +293,7 @@ class ModelRun:
             )
 
     def _late(self) -> bool:
-        return time.monotonic() - self._started > self.options.limit
+        return time.monotonic() > self.options.until
 
     def cells(self, section: str, batches: tuple[int, ...] | list[int]) -> Iterator[tuple[str, int, dict[str, Any]]]:
         """Sampling, batch size and the fields of a row. What would begin after the limit is recorded instead."""
@@ -555,7 +556,6 @@ def prepare(options: Any) -> None:
 
 
 def run(options: Any, result: Result) -> int:
-    started = time.monotonic()
     random.seed(1)
     try:
         result.env["servers"] = versions(options.python, options.set)
@@ -565,7 +565,7 @@ def run(options: Any, result: Result) -> int:
     result.env["tokens"] = {"prompt": LOAD.prompt_tokens, "short": LOAD.short, "long": LOAD.long}
     result.run["sglang"] = result.env["servers"]["sglang"]
     for name in options.models:
-        for rows in ModelRun(name, options, result, started).run(options.only):
+        for rows in ModelRun(name, options, result).run(options.only):
             result.add(rows)  # now: a run that ends early leaves all that it has measured
     return result.close()
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import fcntl
 import os
 import re
 import signal
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,15 +46,52 @@ def server_options(parser: argparse.ArgumentParser, logs: str, memory_share: flo
     parser.add_argument("--memory-share", type=float, default=memory_share, help="--mem-fraction-static of each server")
     parser.add_argument("--logs", type=Path, default=folder)
     parser.add_argument("--limit", type=float, default=540.0, help="seconds after which no further cell begins")
+    parser.add_argument(
+        "--turn", type=Path, metavar="FILE", help="start beside benchmarks with this file, then measure alone"
+    )
 
 
 def check_server_options(options: Any) -> None:
-    """Complete ``--set``. Raises ValueError for it, or for ``--pairs`` where there is that."""
+    """Complete ``--set`` and ``until``, the time of ``--limit``. Raises ValueError for ``--set`` and ``--pairs``."""
     if getattr(options, "pairs", 2) < 2:
         raise ValueError(f"--pairs is {options.pairs}; expected 2 or more")
     if any("=" not in text for text in options.set):
         raise ValueError(f"--set is {options.set}; expected NAME=VALUE")
     options.set = dict(text.split("=", 1) for text in options.set)
+    options.until = time.monotonic() + options.limit
+
+
+Servers = Iterable[Server]
+
+
+@contextlib.contextmanager
+def in_turns(options: Any) -> Iterator[Callable[[Servers], None]]:
+    """Servers start in here while no other benchmark with the same ``--turn`` measures. Call what is given with them,
+    once they are ready: they stand still until no other benchmark starts servers or measures, and from then on this one
+    is alone. The limit is counted from there. Without ``--turn`` nothing waits."""
+    if options.turn is None:
+        yield lambda servers: None
+        return
+    with options.turn.open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_SH)
+
+        def wait(servers: Servers) -> None:
+            servers, began = list(servers), time.monotonic()
+            _signal(servers, signal.SIGSTOP)
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX)
+            finally:
+                _signal(servers, signal.SIGCONT)
+            options.until += time.monotonic() - began
+
+        yield wait
+
+
+def _signal(servers: Servers, number: signal.Signals) -> None:
+    for server in servers:
+        if server.process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(server.process.pid, number)
 
 
 class TakingTurns(Server):
@@ -63,19 +101,13 @@ class TakingTurns(Server):
     others: Sequence[TakingTurns] = ()
 
     def _open(self, *request: Any) -> Any:
-        for other in self.others:
-            other._signal(signal.SIGSTOP)
-        self._signal(signal.SIGCONT)
+        _signal(self.others, signal.SIGSTOP)
+        _signal([self], signal.SIGCONT)
         return super()._open(*request)
 
     def stop(self) -> None:
-        self._signal(signal.SIGCONT)
+        _signal([self], signal.SIGCONT)
         super().stop()
-
-    def _signal(self, number: signal.Signals) -> None:
-        if self.process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.process.pid, number)
 
 
 def take_turns(servers: Iterable[Any]) -> None:

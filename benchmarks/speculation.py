@@ -68,7 +68,7 @@ import statistics
 import tempfile
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -76,7 +76,7 @@ import torch
 from common import Benchmark, Result
 from lab import drafters
 from lab.servers import server_on_this_machine
-from servers import TakingTurns, check_server_options, server_options, take_turns
+from servers import Servers, TakingTurns, check_server_options, in_turns, server_options, take_turns
 from step_profile import correlation, events_of, record
 
 from sgl_flashsample.autotune.timing import Timing
@@ -334,12 +334,13 @@ class Run:
     def rows(self) -> Iterator[list[dict[str, Any]]]:
         """The rows of one cell after the other, with their "section"."""
         try:
-            yield from self._cells()
+            with in_turns(self.options) as wait_for_turn:
+                yield from self._cells(wait_for_turn)
         except (ServerError, OSError) as error:
             self.result.miss(error, **self.about)
             print(f"logs are in {self.options.logs}", flush=True)
 
-    def _cells(self) -> Iterator[list[dict[str, Any]]]:
+    def _cells(self, wait_for_turn: Callable[[Servers], None]) -> Iterator[list[dict[str, Any]]]:
         target, draft = self._write_checkpoints()
         if any(BACKENDS[name].mapped or BACKENDS[name].hot for name in self.backends):
             self._write_likeliest(target)
@@ -354,6 +355,7 @@ class Run:
                 said = server.log_lines("flashsample: drafts ")[-1:]
                 if not all(words in "".join(said) for words in BACKENDS[name].says):
                     raise ServerError(f"drafts of {name} are not what they are to be: {said}")
+            wait_for_turn(servers.values())
             take_turns(servers.values())
             cells = [
                 (batch, temperature) for batch in self.options.batches for temperature in self.options.temperatures
@@ -601,7 +603,6 @@ def prepare(options: Any) -> None:
         raise ValueError(f"--tokens is {options.tokens}; expected more than {SHORT}")
     if min(options.draft_tokens) < 2:
         raise ValueError(f"--draft-tokens is {options.draft_tokens}; expected 2 or more: the root and its drafts")
-    options.until = time.monotonic() + options.limit
 
 
 def measure(options: Any, result: Result) -> int:

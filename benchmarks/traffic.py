@@ -41,7 +41,7 @@ import torch
 from common import DRY_RUN, Benchmark, Result
 from lab.servers import server_on_this_machine
 from serve import versions
-from servers import check_server_options, server_options
+from servers import check_server_options, in_turns, server_options
 
 from sgl_flashsample.tools import markov, traffic
 from sgl_flashsample.tools.bench import COUNTERS_EVERY, OURS, STOCK, Load, check_active, generate
@@ -75,8 +75,8 @@ def room(size: markov.Size, servers: int) -> int:
 class ModelRun:
     """The servers of one model, and the traffic to them."""
 
-    def __init__(self, name: str, options: Any, result: Result, started: float) -> None:
-        self.name, self.options, self.result, self._started = name, options, result, started
+    def __init__(self, name: str, options: Any, result: Result) -> None:
+        self.name, self.options, self.result = name, options, result
         self.model = {"model": name} | ({"pp": options.pp} if options.pp > 1 else {})  # of a row
         vocab = markov.SIZES[name].vocab_size
         self.ids = range(vocab // 10, 9 * vocab // 10)
@@ -89,7 +89,7 @@ class ModelRun:
     @property
     def left(self) -> float:
         """Seconds until the limit."""
-        return self._started + self.options.limit - time.monotonic()
+        return self.options.until - time.monotonic()
 
     @contextlib.contextmanager
     def servers(self, labels: list[str], *, cold: bool = False) -> Iterator[dict[str, Server]]:
@@ -97,7 +97,7 @@ class ModelRun:
         running: dict[str, Server] = {}
         began = time.monotonic()
         kinds = dict.fromkeys(kind for sampling in self.options.samplings for kind in kinds_of(sampling))
-        with tempfile.TemporaryDirectory() as folder:
+        with tempfile.TemporaryDirectory() as folder, in_turns(self.options) as wait_for_turn:
             model, size = Path(folder) / "model", markov.SIZES[self.name]
             model.mkdir()
             (model / "config.json").write_text(json.dumps(markov.config(size)))
@@ -115,6 +115,7 @@ class ModelRun:
                         for kind in () if cold else kinds:  # compiles what the first such request compiles
                             generate(running[label], Load(self.ids), 2, SAMPLINGS[kind], 4)
                 print(f"{self.name}: {', '.join(labels)} ready after {time.monotonic() - began:.0f} s", flush=True)
+                wait_for_turn(running.values())
                 yield running
             finally:
                 stop_all(running.values())
@@ -275,7 +276,6 @@ def prepare(options: Any) -> None:
 
 
 def run(options: Any, result: Result) -> int:
-    started = time.monotonic()
     result.env["servers"] = versions(sys.executable, options.set)
     result.run["sglang"] = result.env["servers"]["sglang"]
     servers, clients = map(len, traffic.split_cores())
@@ -286,7 +286,7 @@ def run(options: Any, result: Result) -> int:
     }
     result.env["server_arguments"] = [*ARGUMENTS, *GPU_ARGUMENTS]
     for name in options.models:
-        ModelRun(name, options, result, started).run()
+        ModelRun(name, options, result).run()
     return result.close()
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import ast
 import asyncio
+import concurrent.futures
 import contextlib
 import graphlib
 import gzip
@@ -18,6 +19,7 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 import time
 import types
 import xml.etree.ElementTree
@@ -263,7 +265,7 @@ def test_answers_that_differ_are_counted_and_those_that_are_short_or_not_fused_a
         names = {"samplings": ["t1"], "logs": tmp_path, "tp": 1, "pp": 1, "dp": 1, "speculation": None}
         names |= {"deterministic": True}
         result = load("common").Result(tmp_path / "out.json", serve.BENCHMARKS["serve"], {})
-        one = serve.ModelRun("tiny", types.SimpleNamespace(**names, together=True), result, 0.0)
+        one = serve.ModelRun("tiny", types.SimpleNamespace(**names, together=True, turn=None), result)
         monkeypatch.setattr(one, "make_server", make_server)
         monkeypatch.setattr(one, "_late", lambda: servers[0].asked >= alone)
         rows = [row for rows in one.run(["answers"]) for row in rows]
@@ -288,14 +290,14 @@ def test_answers_that_differ_are_counted_and_those_that_are_short_or_not_fused_a
 def test_replicas_of_dp_attention_have_an_lm_head_each_and_rows_that_say_so(load, tmp_path, monkeypatch):
     serve = load("serve")
     names = {"only": ["stock"], "samplings": ["t1"], "batches": [1], "pairs": 2, "fast": False, "set": []}
-    names |= {"tp": 2, "pp": 1, "dp": 3, "speculation": None, "deterministic": False, "memory_share": 0.5}
+    names |= {"tp": 2, "pp": 1, "dp": 3, "speculation": None, "deterministic": False, "memory_share": 0.5, "limit": 9}
     options = types.SimpleNamespace(**names, python="python")
     with pytest.raises(ValueError, match="--dp is 3; expected a divisor of --tp, which is 2"):
         serve.prepare(options)
     options.dp, options.set = 2, []
     serve.prepare(options)
     monkeypatch.setattr(serve, "DRY_RUN", False)
-    run = serve.ModelRun("tiny", options, None, 0.0)
+    run = serve.ModelRun("tiny", options, None)
     server = run.make_server(tmp_path, serve.BACKENDS["stock"], tmp_path / "log")
     assert " --tp-size 2 --pp-size 1 --dp-size 2 --enable-dp-attention --enable-dp-lm-head" in " ".join(server.command)
     assert run.about == {"tp": 2, "pp": 1, "dp": 2}
@@ -305,14 +307,14 @@ def test_the_section_of_answers_asks_for_deterministic_inference_and_sets_it_up(
     serve = load("serve")
     names = {"only": ["answers"], "deterministic": False, "samplings": None, "batches": None, "pairs": None}
     names |= {"fast": False, "set": [], "tp": 1, "pp": 1, "dp": 1, "speculation": None, "memory_share": 0.5}
-    names |= {"python": "python"}
+    names |= {"python": "python", "limit": 9}
     options = types.SimpleNamespace(**names)
     with pytest.raises(ValueError, match="--only names answers without --deterministic; expected --det"):
         serve.prepare(options)
     options.deterministic, options.set = True, []
     serve.prepare(options)
     monkeypatch.setattr(serve, "DRY_RUN", False)
-    run = serve.ModelRun("tiny", options, None, 0.0)
+    run = serve.ModelRun("tiny", options, None)
     backends = (serve.ANSWERERS[label] for label in (serve.USUAL, serve.OTHER))
     usual, other = (run.make_server(tmp_path, backend, tmp_path / "log") for backend in backends)
     added = ["--chunked-prefill-size", "64", "--disable-cuda-graph"]
@@ -558,7 +560,7 @@ def test_a_server_whose_drafts_are_others_is_not_measured(load, monkeypatch, tmp
     names = {"backends": [backend], "only": [], "batches": [1], "temperatures": [1.0], "tokens": 32, "logs": tmp_path}
     missed = []
     result = types.SimpleNamespace(miss=lambda error, **about: missed.append(str(error)))
-    options = types.SimpleNamespace(**names, checkpoints=tmp_path, tp=1)
+    options = types.SimpleNamespace(**names, checkpoints=tmp_path, tp=1, turn=None)
     run = speculation.Run(options, result, "tiny", "EAGLE", 4, 0.6)
     monkeypatch.setattr(run, "_server", lambda name: server)
     assert list(run.rows()) == [] and run._counts.is_file() == (backend == "hot"), "its server starts with them"
@@ -755,22 +757,22 @@ def test_a_cell_that_fails_is_recorded_and_the_others_are_measured(load, tmp_pat
         make_server = staticmethod(lambda model, backend, log: Failing(log, serve.CACHE_TOKENS))
 
     def run(limit: float) -> tuple[list[int], list[tuple[int, str]]]:
-        options = types.SimpleNamespace(**names | {"limit": limit})
+        options = types.SimpleNamespace(**names, until=time.monotonic() + limit)
         result = load("common").Result(tmp_path / "out.json", serve.BENCHMARKS["serve"], {})
-        measured = [rows[0]["batch"] for rows in Run("tiny", options, result, time.monotonic()).run(["stock"])]
+        measured = [rows[0]["batch"] for rows in Run("tiny", options, result).run(["stock"])]
         return measured, [(gap["batch"], gap["reason"]) for gap in result.env["not_run"]]
 
     def host(self):
         raise serve.ServerError("no memory")
 
     names = {"samplings": ["t1"], "batches": [1, 8, 4], "pairs": 2, "logs": tmp_path, "tp": 1, "pp": 1, "dp": 1}
-    names |= {"speculation": None, "deterministic": False, "together": False}
+    names |= {"speculation": None, "deterministic": False, "together": False, "turn": None}
     assert run(60) == ([1, 4], [(8, "ServerError: out of memory")])
     assert run(0) == ([], [(size, "out of time") for size in (1, 8, 4)]), "no cell begins after the limit"
     monkeypatch.setattr(serve.ModelRun, "host", host)
     result = load("common").Result(tmp_path / "out.json", serve.BENCHMARKS["serve"], {})
-    options = types.SimpleNamespace(**names | {"limit": 60, "batches": [1]})
-    assert len(list(Run("tiny", options, result, time.monotonic()).run(["stock", "host"]))) == 1
+    options = types.SimpleNamespace(**names | {"batches": [1]}, until=time.monotonic() + 60)
+    assert len(list(Run("tiny", options, result).run(["stock", "host"]))) == 1
     assert [(gap["section"], gap["reason"]) for gap in result.env["not_run"]] == [("host", "ServerError: no memory")]
 
 
@@ -783,26 +785,59 @@ http.server.HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])
 """
 
 
+def stands_still(server) -> bool:
+    return Path(f"/proc/{server.process.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+
+
+def comes_to(state: bool, server) -> bool:
+    """True once the server stands still, or runs: a signal takes its time on a busy machine."""
+    deadline = time.monotonic() + 60.0
+    while stands_still(server) != state and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return stands_still(server) == state
+
+
+def make_answering(kind, log: Path):
+    return kind("m", [], log=log, backend=None, launcher=(sys.executable, "-c", ANSWERING), patience=5.0)
+
+
 def test_servers_that_take_turns_stand_still_while_another_one_answers(load, tmp_path):
-    def stands_still(server) -> bool:
-        return Path(f"/proc/{server.process.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
-
-    def comes_to_stand(server) -> bool:  # a signal takes its time on a busy machine
-        deadline = time.monotonic() + 60.0
-        while not (still := stands_still(server)) and time.monotonic() < deadline:
-            time.sleep(0.01)
-        return still
-
-    module, launcher = load("servers"), (sys.executable, "-c", ANSWERING)
-    options = {"backend": None, "launcher": launcher, "patience": 5.0}
-    servers = [module.TakingTurns("m", [], log=tmp_path / name, **options) for name in "ab"]
+    module = load("servers")
+    servers = [make_answering(module.TakingTurns, tmp_path / name) for name in "ab"]
     with servers[0] as first, servers[1] as second:
         module.take_turns(servers)
         for one, other in ((first, second), (second, first), (first, second)):
             assert one.get("/anything") == "here"
-            assert comes_to_stand(other) and not stands_still(one)
+            assert comes_to(True, other) and not stands_still(one)
         second.stop()
         assert second.process is None
+
+
+def test_benchmarks_with_one_file_start_servers_side_by_side_and_measure_one_after_the_other(load, tmp_path):
+    module = load("servers")
+    first, second, third = (types.SimpleNamespace(turn=tmp_path / "turn", until=float(n)) for n in range(3))
+    started = threading.Event()
+
+    def measure(options) -> None:
+        with module.in_turns(options) as wait_for_turn:
+            started.set()
+            wait_for_turn([server])
+
+    with make_answering(module.Server, tmp_path / "log") as server:
+        with module.in_turns(second) as wait, concurrent.futures.ThreadPoolExecutor() as pool:
+            waiting = pool.submit(measure, first)
+            assert started.wait(60.0), "servers of two benchmarks start at once"
+            assert comes_to(True, server) and not waiting.done(), "another one still starts servers"
+            with pytest.raises(concurrent.futures.TimeoutError):
+                waiting.result(0.2)
+            wait([])  # both are ready: one measures after the other
+            started.clear()
+            late = pool.submit(measure, third)
+            assert not started.wait(0.2), "nothing starts while something is measured"
+        waiting.result(60.0)
+        late.result(60.0)
+        assert comes_to(False, server)
+    assert first.until >= 0.2 and third.until < 2.1, "the limit counts from a turn"
 
 
 # --- files and pages
@@ -1057,6 +1092,63 @@ def test_a_result_names_what_no_run_has_measured_by_the_last_reason(make_result)
     assert gaps() == [] and result.close() == 0
     result.miss("it ended", section="b", model="m")
     assert gaps() == ["it ended"], "after a row of its section"
+
+
+def test_the_results_of_several_runs_are_put_into_one_file(load, tmp_path):
+    """As if one run had followed the other into that file."""
+    merge, row = load("merge"), {"section": "stock", "model": "qwen3-8b", "sampling": "t1", "batch": 1}
+    late = {"section": "stock", "model": "qwen3-8b", "batch": 8, "reason": "out of time"}
+
+    def write(name: str, rows: list[dict], runs: list[str], *gaps: dict, device: str = "NVIDIA H200") -> Path:
+        env = {"device": device, "date": runs[-1], "rates": {name: 1.0}, "not_run": list(gaps)}
+        file = tmp_path / f"{name}.json"
+        file.write_text(json.dumps({"env": env, "runs": [{"date": date} for date in runs], "rows": rows}))
+        return file
+
+    file = write(
+        "h200-serve",
+        [row | {"us": 1.0, "run": 0}, row | {"us": 2.0, "run": 1, "batch": 64}],
+        ["first", "second"],
+        late | {"sampling": "t1"},
+        late | {"sampling": "trunc"},
+    )
+    other = write("a", [row | {"us": 3.0, "run": 0}], ["third"], late | {"sampling": "trunc"}, late | {"batch": 64})
+    newest = write("b", [row | {"us": 4.0, "run": 0, "batch": 8}], ["fourth"])
+    command = [sys.executable, str(FOLDER / "merge.py"), str(file)]
+    subprocess.run([*command, str(other), str(newest)], check=True, capture_output=True)
+    data = json.loads(file.read_text())
+    assert [one["date"] for one in data["runs"]] == ["second", "third", "fourth"], "the first has no row any more"
+    assert [(one["batch"], one["us"], data["runs"][one["run"]]["date"]) for one in data["rows"]] == [
+        (64, 2.0, "second"),
+        (1, 3.0, "third"),
+        (8, 4.0, "fourth"),
+    ]
+    assert data["env"]["date"] == "fourth" and data["env"]["rates"] == dict.fromkeys(("h200-serve", "a", "b"), 1.0)
+    assert [(gap["sampling"], gap["batch"]) for gap in data["env"]["not_run"]] == [("trunc", 8)]
+    before = file.read_text()
+    for wrong, words in (
+        (write("c", [], ["fifth"], device="NVIDIA H100"), "is of NVIDIA H100; expected NVIDIA H200"),
+        (tmp_path / "none.json", "none.json: No such file"),
+    ):
+        done = subprocess.run([*command, str(wrong)], capture_output=True, text=True)
+        assert done.returncode == 2 and words in done.stderr and file.read_text() == before
+    with pytest.raises(ValueError, match="ends with the name of no benchmark; expected one of kernels, "):
+        merge.name_of(tmp_path / "h200-server.json")
+
+
+def test_the_sections_of_several_runs_are_put_into_one_file(load):
+    merge, benchmark = load("merge"), load("run").load("tuning")
+
+    def data(date: str, sections: dict, *missing: str) -> dict:
+        gaps = [{"section": "replay", "head": head, "reason": "out of time"} for head in missing]
+        return {"env": {"device": "x", "not_run": gaps}, "runs": [{"date": date}], "sections": sections}
+
+    old = data("first", {"sweep": {"one": {"command": 1}}, "runs": {"one": {"command": 1}}}, "one", "two")
+    new = data("second", {"replay": {"one": {"command": 2}}, "runs": {"two": {"command": 2}}})
+    both = merge.merged(old, new, benchmark)
+    assert both["sections"]["runs"] == {"one": {"command": 1}, "two": {"command": 2}}
+    assert list(both["sections"]) == [name for name in benchmark.sections if name in ("runs", "sweep", "replay")]
+    assert [gap["head"] for gap in both["env"]["not_run"]] == ["two"] and len(both["runs"]) == 2
 
 
 def test_a_pair_of_times_has_the_larger_of_their_spreads(load):

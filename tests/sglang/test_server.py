@@ -1099,7 +1099,7 @@ def test_deterministic_answers_are_the_same_bit_for_bit_alone_among_others_and_a
 def test_deterministic_answers_do_not_depend_on_what_the_radix_cache_has_of_a_prompt(deterministic):
     """SGLang's own script checks it so, of a model with a larger vocabulary: ``test_deterministic``, radix_cache."""
     request = mixed_request(1, temperature=1.0, max_new_tokens=6)
-    deterministic.post("/flush_cache")
+    deterministic.post("/flush_cache?timeout=60")
     first, second = (deterministic.generate(**request) for _ in range(2))
     assert [answer["meta_info"]["cached_tokens"] > 0 for answer in (first, second)] == [False, True]
     assert numbers_of(first) == numbers_of(second)
