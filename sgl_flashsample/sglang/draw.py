@@ -231,10 +231,19 @@ def _draw(lazy: LazyLogits, step: Step) -> Drawn:
             0 if asked is None else asked.layout.num_bytes(len(padded)),
         )
     if keyed is None:
-        gather(state, step, num_rows)
         state.counts.launched += not lazy.prefills
-        logprobs = step.return_logprob if wanted is None else wanted.rows(0, num_rows, len(padded))
-        return Drawn.of(launch(state, hidden, params_of(state, step.kind, step.edits, num_rows), logprobs))
+        edits = step.edits
+        if captured is not None and state.draws_padding:
+            if staged:
+                captured[:num_rows].copy_(hidden)
+            hidden = captured
+            if edits is not None and placed is not None:  # their tensors have no rows for padding
+                places = torch.tensor(placed.addresses, dtype=torch.int64).to(hidden.device, non_blocking=True)
+                edits = dataclasses.replace(edits, places=places)
+        rows = len(hidden)
+        gather(state, step, rows)
+        logprobs = step.return_logprob if wanted is None else wanted.rows(0, rows, len(padded))
+        return Drawn.of(launch(state, hidden, params_of(state, step.kind, edits, rows), logprobs)).first(num_rows)
     if staged:
         table.hand_over(keyed.next_batch, hidden, step.slots, step.positions)
     elif gathers:
@@ -302,7 +311,7 @@ def prepare_next(state: HeadState, table: RowTable) -> bool:
     if state.was_recaptured:
         state.was_recaptured = False
         state.drop_graphs()
-    if not state.use_step_graphs or state.exchange is not None or not state.captured:  # an exchange takes all ranks
+    if not state.use_step_graphs or state.exchange is not None:  # an exchange takes all ranks
         return False
     if state.graphs is not None and state.graphs.is_prepared and state.is_current():
         return False

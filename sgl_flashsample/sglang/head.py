@@ -62,6 +62,7 @@ class HeadState:
     spans_replicas: ranks with requests of their own share the head (``replicas.py``).
     path: the path that every batch takes after a failure. screen: the life of the screen, where the head has one.
     use_step_graphs: steps are captured as CUDA graphs. copies_tokens: each step then has tokens of its own, which stay.
+    copies_staged: the same of steps that are in no graph of SGLang's.
     graphs: None where there are none yet, or something that they were captured with has changed. captured: hidden
     states of SGLang's graphs, by their rows. was_recaptured: SGLang has captured them once more since, elsewhere. rows:
     the parameters of the last step's rows. inputs: what SGLang's graphs read. logprob_inputs: what ours read of the
@@ -82,7 +83,7 @@ class HeadState:
         """capture: captures CUDA graphs; ``CudaCapture`` where None. batch_invariant: as in ``LogitsSpec``."""
         self.processor, self.lm_head, self.exchange = processor, lm_head, exchange
         self.batch_invariant = batch_invariant
-        self.use_step_graphs = self.copies_tokens = False
+        self.use_step_graphs = self.copies_tokens = self.copies_staged = False
         self.spans_replicas = exchange is not None and support.spans_replicas(processor)
         self.path: SamplingPath | None = None
         self.screen: HeadScreen | None = None
@@ -540,9 +541,15 @@ class HeadState:
             return None
         if self.graphs is None:
             capture = self._capture_graphs()
-            self.graphs = StepGraphs(head.workspaces, capture, self.counts, self.copies_tokens)
+            self.graphs = StepGraphs(head.workspaces, capture, self.counts, self.copies_tokens, self.copies_staged)
         assert self.graphs is not None
         return None if self.graphs.is_off else self.graphs
+
+    @property
+    def draws_padding(self) -> bool:
+        """A step that is launched has the rows that a graph would have: of ranks that exchange through memory, one may
+        launch what another one replays, and all of them exchange as many rows."""
+        return self.exchange is not None and self.exchange.memory is not None
 
     def fits(self, num_rows: int) -> bool:
         """No batch of this size or a smaller one has run out of memory in the last ``RETRY_SECONDS``."""

@@ -186,6 +186,8 @@ class RowTable:
         if self.is_too_small:
             grown = self.lines.new_zeros(max(self._largest_slot + 1, 2 * len(self.lines)), LINE_WORDS)
             grown[: len(self.lines)] = self.lines
+            if self._device.type == "cuda":  # the last step's graph may still read them, of another stream's memory
+                self.lines.record_stream(torch.cuda.current_stream(self._device))
             self.lines, self._num_lines, self.is_too_small = grown, len(grown), False
         new = slice(self._written, self._end)
         self._write(self._new_slots[new], self._new_lines[new])

@@ -480,7 +480,7 @@ class Runtime:
             if reason is not None:
                 return reason
             state.use_step_graphs = self.use_step_graphs and lm_head.weight.is_cuda
-            state.copies_tokens = self.settings.is_pipeline
+            state.copies_tokens, state.copies_staged = self.settings.is_pipeline, self.settings.verifies
             state.newly_searched(self.metrics.read_seconds)  # allocates its pinned memory now, not in a step
             return state
         except Exception as error:  # whatever a kernel or a model does, the server must start
@@ -792,8 +792,8 @@ class Runtime:
             for state in self.heads:
                 if state.captured:
                     self.find_inputs(state, self._model_runner)
-                    if prepare_next(state, self.row_table(state.head.lm_head.weight.device)):
-                        return
+                if prepare_next(state, self.row_table(state.head.lm_head.weight.device)):
+                    return
         except Exception as error:  # steps capture what they need
             self.prepares_steps = False
             logger.warning(PREPARES_NOTHING, f"{type(error).__name__}: {error}")

@@ -223,9 +223,9 @@ def _filling(block: HostBlock | None, launched: Launched) -> Launched:
 
 
 class KeyedGraphs:
-    """The graphs of one key. copies_tokens: see ``StepGraphs``. batches: where each graph finds its next batch; empty
-    where the launches do not ask. host_bytes: of the logprobs that each leaves for the host. waiting: steps before the
-    next capture. slot: the place of the next graph."""
+    """The graphs of one key. copies_tokens: a step returns a copy of its tokens and logprobs. batches: where each graph
+    finds its next batch; empty where the launches do not ask. host_bytes: of the logprobs that each leaves for the
+    host. waiting: steps before the next capture. slot: the place of the next graph."""
 
     def __init__(self, copies_tokens: bool, batches: Sequence[NextBatch] = (), host_bytes: int = 0) -> None:
         self._copies_tokens, self.batches, self.host_bytes = copies_tokens, batches, host_bytes
@@ -258,7 +258,8 @@ class StepGraphs:
     of a graph are overwritten ``SLOTS`` steps later: SGLang copies the tokens of a step to the host before it launches
     the step after the next, and what a graph is told is overwritten no earlier. A pipeline sends tokens to its first
     stage later than that: with ``copies_tokens`` a step returns a copy of its tokens and logprobs, and no graph is told
-    anything.
+    anything. Where drafts are verified, the first token of a request is the root of its first drafts, which may wait
+    for prefills of others: with ``copies_staged`` a staged step returns a copy, too.
 
     ready: graphs that can be replayed without another look, the table of requests that they read, None where the caller
     gathers from it, and the layout of their edits, None without any; by the place of the hidden states (of a prefill,
@@ -275,9 +276,10 @@ class StepGraphs:
         capture: Capture,
         counts: StepCounts,
         copies_tokens: bool = False,
+        copies_staged: bool = False,
     ) -> None:
         self._workspaces, self._capture, self._counts = workspaces, capture, counts
-        self._copies_tokens = copies_tokens
+        self._copies_tokens, self._copies_staged = copies_tokens, copies_staged
         self._pool = capture.new_pool()
         self._off_until: float | None = None
         self.is_prepared, self.num_bytes = False, 0
@@ -307,8 +309,8 @@ class StepGraphs:
         host_bytes: int = 0,
     ) -> KeyedGraphs | None:
         """The graphs to replay, after a capture where one is due; None where the caller has to launch the step. draw:
-        makes the launches that a graph captures, of all P rows. Without ``copies_tokens``, the tokens stay until
-        ``SLOTS`` steps later. edits: their layout, None without any. logprobs: which of them the launches compute.
+        makes the launches that a graph captures, of all P rows. Tokens that are no copies stay until ``SLOTS`` steps
+        later. edits: their layout, None without any. logprobs: which of them the launches compute.
         table: what these gather the parameters from; None where the caller has gathered them. short: the first
         three parts of the key by which the next steps like this one find them ``ready``. staged: the launches bring the
         batch, which ``KeyedGraphs.next_batch`` has to be told before each replay, to ``hidden``. host_bytes: of the
@@ -363,7 +365,8 @@ class StepGraphs:
             batches: list[NextBatch] = []
             if staged or edits is not None:
                 batches = [(StagedBatch if staged else EditPlaces)(hidden.device) for _ in range(SLOTS)]
-            graphs = self._graphs[key] = KeyedGraphs(self._copies_tokens, batches, host_bytes)
+            copies = self._copies_tokens or (staged and self._copies_staged)
+            graphs = self._graphs[key] = KeyedGraphs(copies, batches, host_bytes)
         return graphs
 
     def _captures(self, graphs: KeyedGraphs, draw: Draw, device: torch.device) -> bool:

@@ -286,6 +286,13 @@ def test_a_pipeline_which_reads_tokens_late_gets_copies_of_those_of_a_graph(serv
     assert prepared(runtime, make_head(weights(CPU)), VOCAB).copies_tokens is (pp_size > 1)
 
 
+@pytest.mark.parametrize("algorithm", [None, "EAGLE", "NGRAM"])
+def test_a_server_with_drafts_gets_copies_of_first_tokens(server_config, fake_heads, algorithm):
+    server_config.spec.speculative_algorithm = algorithm
+    state = prepared(Runtime(None), make_head(weights(CPU)), VOCAB)
+    assert state.copies_staged is (algorithm is not None) and not state.copies_tokens
+
+
 @pytest.mark.slow
 @needs_sglang
 def test_sglang_has_settings_that_look_for_nan():

@@ -404,6 +404,40 @@ def test_padding_has_no_edits():
     assert {len(graph.out.token_ids) for graph in drawing.capture.graphs} == {4}
 
 
+class Exchanging:
+    """The exchange of one rank with others through memory, whose parts of the vocabulary lose everywhere. rows: how
+    many each exchange has had."""
+
+    num_ranks = 2
+
+    def __init__(self, state: HeadState) -> None:
+        self.memory, self.rows = types.SimpleNamespace(max_rows=64), []
+        state.exchange, state.logits_of_shard = self, lambda hidden: hidden
+
+    def merge(self, drawn: SampleOutput) -> SampleOutput:
+        self.rows.append(len(drawn.token_ids))
+        return drawn
+
+    def draw_rows(self, hidden: torch.Tensor, params: BatchParams, draw: Callable) -> SampleOutput:
+        return self.merge(read_all(hidden, params, False))
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize(
+    "step",
+    [make_step(), make_step(logprob=True), make_step(TRUNCATED), edited_step()],
+    ids=["plain", "logprobs", "truncated", "edits"],
+)
+def test_ranks_exchange_padding_too_where_a_step_is_launched(step, fails):
+    """Another rank may replay it: its screen pauses at other times, its captures may fail."""
+    capture = CountingCapture()
+    capture.fails, drawing = fails, Drawing(capture)
+    exchange = Exchanging(drawing.state)
+    replayed = [False] * PATIENCE + [not fails] * SLOTS
+    assert drawing.replays(hidden_of(4), step, SETTLED) == replayed
+    assert len(exchange.rows) >= SETTLED and set(exchange.rows) == {4}
+
+
 def test_after_a_larger_batch_the_graphs_are_of_the_new_buffers():
     drawing, hidden, step = Drawing(), hidden_of(2), make_step()
     drawing.replays(hidden, step, SETTLED)
@@ -664,16 +698,14 @@ def test_captures_ahead_stop_at_their_share_of_memory(ahead, monkeypatch):
     assert ahead.drawing.step(ahead.drawing.state.captured[4], make_step(TRUNCATED)) is not None
 
 
-@pytest.mark.parametrize("reason", ["an exchange", "no graphs", "no model captured"])
+@pytest.mark.parametrize("reason", ["an exchange", "no graphs"])
 def test_nothing_is_captured_ahead_where_it_must_not_be(ahead, reason):
     """An exchange takes all ranks, and others may have something to do."""
     state = ahead.drawing.state
     if reason == "an exchange":
         state.exchange = types.SimpleNamespace(memory="memory")
-    elif reason == "no graphs":
-        state.use_step_graphs = False
     else:
-        state.captured.clear()
+        state.use_step_graphs = False
     assert not prepare_next(state, TABLE) and not ahead.captured
 
 
@@ -944,6 +976,7 @@ class Prefills:
     whose hidden states are elsewhere each time. Each is compared with the same step of a head without graphs."""
 
     decodes = False
+    drawn = staticmethod(lambda token_ids: None)  # called with the tokens of each step
 
     def __init__(self, **options: Any) -> None:
         self.capture, self.table = CountingCapture(), RowTable(CPU)
@@ -970,6 +1003,7 @@ class Prefills:
             how = "replayed" if self.capture.replays > replays else "launched"
         lazy = LazyLogits(hidden, VOCAB, self._launching, lambda hidden: pytest.fail("logits"), prefills=True)
         assert torch.equal(drawn.token_ids, draw(lazy, step).token_ids)
+        self.drawn(drawn.token_ids)
         counts = self.state.counts
         if self.decodes:
             assert counts.replayed == self.capture.replays == self.number - counts.launched and counts.prefills == 0
@@ -1001,6 +1035,23 @@ def test_decode_steps_that_sglangs_graphs_do_not_serve_are_replayed_as_prefills_
 def test_ranks_that_share_a_head_replay_prefills_alone_where_sglang_has_no_graph(prefills):
     prefills.state.exchange = object()
     assert prefills.state.stage_for(3, prefills=False) is None and prefills.state.stage_for(3) is not None
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_ranks_exchange_the_padding_of_a_prefill_too_where_it_is_launched(prefills, fails):
+    prefills.capture.fails, exchange = fails, Exchanging(prefills.state)
+    served = [prefills.step(3) for _ in range(SETTLED)]
+    assert served == ["launched"] * PATIENCE + ["launched" if fails else "replayed"] * SLOTS
+    assert len(exchange.rows) >= SETTLED and set(exchange.rows) == {4}
+
+
+@pytest.mark.parametrize("copies", [False, True])
+def test_the_tokens_of_a_prefill_stay_where_drafts_begin_with_them(prefills, copies, monkeypatch):
+    """SGLang keeps them on the GPU until a verification, which prefills of other requests may be ahead of."""
+    prefills.state.copies_staged, drawn = copies, []
+    monkeypatch.setattr(prefills, "drawn", lambda tokens: drawn.append((tokens, tokens.clone())))
+    assert [prefills.step(1) for _ in range(SETTLED + 4)][-1] == "ready"
+    assert all(torch.equal(*pair) for pair in drawn) is copies
 
 
 def test_the_graph_of_a_prefill_writes_the_lines_of_requests_that_are_in_other_batches(prefills):
@@ -1051,8 +1102,9 @@ def test_large_prefills_edited_ones_and_those_of_pipelines_are_launched(prefills
     assert {prefills.step(num_rows, edits) for _ in range(SETTLED + 2)} == {"launched"}
 
 
-def test_graphs_of_prefills_are_captured_ahead(prefills):
-    prefills.state.captured = {4: hidden_of(4)}
+@pytest.mark.parametrize("captured", [{}, {4: hidden_of(4)}], ids=["no graphs of SGLang's", "a model captured"])
+def test_graphs_of_prefills_are_captured_ahead(prefills, captured):
+    prefills.state.captured = captured
     while prepare_next(prefills.state, prefills.table):
         pass
     assert [prefills.step(2), prefills.step(2)] == ["replayed", "ready"]
