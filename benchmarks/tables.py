@@ -27,6 +27,8 @@ RESULTS = Path(__file__).resolve().parent / "results"
 GPUS = {"h200": "H200", "h200x2": "two H200s", "h200x4": "four H200s", "h100": "H100", "h100x2": "two H100s"}
 OF_TESTS = ("planted-defects",)  # files that measure no speed
 NOT_MEASURED = "Not measured."
+EARLIER = " (earlier kernels)"
+MUCH = 10  # percent
 OURS, SCREENED = ("fused", "logits"), "screened"
 GEMM, READ, NOTHING = "gemm", "read", "nothing"
 PATHS = {
@@ -298,14 +300,18 @@ def summary_serve(folder: Path) -> Table | None:
     what was measured with both."""
     lines = []
     for results in (Results(gpu, folder) for gpu in gpus(folder)):
-        rows = summary_rows(results)
+        rows, runs = summary_rows(results), results.data("serve").get("runs", [])
         batches = sorted({batch for by_size in rows.values() for batch in by_size})
         for (model, sampling), by_size in rows.items():
             if {batches[0], batches[-1]} <= by_size.keys():
                 pairs = {batch: by_size[batch] for batch in (batches[0], batches[-1])}
                 times = [f"B={batch}: {pair_words(*pair)}" for batch, pair in pairs.items()]
                 speeds = [f"{batches[-1] / row['tpot_us'] * 1e6:,.0f}" for row in pairs[batches[-1]]]
-                lines.append([f"{results.name}, {model}, {title(sampling)}", *times, " → ".join(speeds)])
+                used = [runs[row["run"]] for pair in pairs.values() for row in pair if "run" in row]
+                earlier = (
+                    "" if all(_has_this_code(place_of(f"{results.gpu}-serve.json"), run) for run in used) else EARLIER
+                )
+                lines.append([f"{results.name}, {model}, {title(sampling)}{earlier}", *times, " → ".join(speeds)])
     head = ["µs per output token, stock → ours (ratio; ± the larger spread)", "smallest batch", "largest batch"]
     return ([*head, "tokens/s, all of the largest batch"], lines) if lines else None
 
@@ -448,17 +454,25 @@ def _all_pairs(folder: Path) -> list[tuple[str, str, Pair]]:
 
 
 def losses(folder: Path) -> str:
-    """How many cells of servers are slower than stock, and those that are for certain; then the last step."""
+    """How many cells of servers are slower than stock; those that are for certain, or by ``MUCH``; then the last
+    step."""
     pairs = _all_pairs(folder)
     slower = [one for one in pairs if one[2].slower]
     certain = [one for one in slower if one[2].certain]
     faster = sum(pair.certain for _, _, pair in pairs if not pair.slower)
     rest = len(pairs) - faster - len(certain)
-    lines = [[about, f"{pair.figures()} {unit}", pair.change_words()] for about, unit, pair in certain]
+    much = [one for one in slower if abs(one[2].change) >= MUCH and not one[2].certain]
+    much.sort(key=lambda one: -abs(one[2].change))
+    lines = [[about, f"{pair.figures()} {unit}", pair.change_words()] for about, unit, pair in [*certain, *much]]
     lines += [line for gpu in gpus(folder) for line in _slower_answers(Results(gpu, folder))]
     words = f"{len(pairs)} cells of servers were compared with stock. For certain {faster} are faster and "
-    words += f"{len(certain)} are slower; of the other {rest}, {len(slower) - len(certain)} are slower."
+    words += f"{_are(len(certain))} slower; of the other {rest}, {_are(len(slower) - len(certain))} slower, "
+    words += f"{len(much)} by {MUCH} % or more: below."
     return f"{words}\n\n{markdown((['slower', 'stock → ours', 'change'], lines))}\n\n{_kernels_lost(folder)}"
+
+
+def _are(count: int) -> str:
+    return f"{count} is" if count == 1 else f"{count} are"
 
 
 def _slower_answers(results: Results) -> list[list[str]]:
@@ -659,8 +673,11 @@ def runs_of(data: dict[str, Any]) -> list[Row]:
 
 def with_this_code(file: Path) -> bool:
     """True if every run of a result file was made with the code that draws in this tree."""
-    place = place_of(file.name)
-    return all(run.get("drawing_code", {}).get(place) == current(place) for run in runs_of(read(file)))
+    return all(_has_this_code(place_of(file.name), run) for run in runs_of(read(file)))
+
+
+def _has_this_code(place: str, run: Row) -> bool:
+    return run.get("drawing_code", {}).get(place) == current(place)
 
 
 def with_other_code(folder: Path = RESULTS) -> list[str]:
@@ -672,7 +689,9 @@ def age(folder: Path) -> str:
     files, others = result_files(folder), with_other_code(folder)
     silent = sum(any("drawing_code" not in run for run in runs_of(read(folder / name))) for name in others)
     words = f"**{len(files) - len(others)} of {len(files)} result files were measured with the kernels of this commit, "
-    return f"{words}{len(others)} with older kernels**; {silent} of these do not say with which commit."
+    names = f": {', '.join(f'`{name}`' for name in others)}" if others else ""
+    words += f"{len(others)} with older kernels, some in parts**{names}"
+    return f"{words}; {silent} of these do not say with which commit."
 
 
 def sglang_of(files: Iterable[dict[str, Any]]) -> set[str]:

@@ -289,7 +289,7 @@ def test_the_page_of_drafts_says_what_a_pass_of_few_ids_takes_and_where_tokens_c
     cells = drafted("h200-speculation")
     one = cells[1.0, "EAGLE", "qwen3-1.7b", 1]
     hot, whole = (f"{one[name]['draft_step_us']:.0f}" for name in ("hot", "coupled"))
-    assert f"a pass of Qwen3-1.7B's EAGLE layer took {hot} µs ({whole})" in text
+    assert f"a pass of Qwen3-1.7B's EAGLE layer took {hot} µs instead of {whole}" in text
     cells_of_all = [*cells.items(), *drafted("h200x2-speculation").items()]
     sampled = [cell for (temperature, *_), cell in cells_of_all if temperature]
     raced = [cell for cell in sampled if "rejection" in cell]
@@ -353,6 +353,22 @@ def test_the_readme_says_where_the_backend_does_not_help():
     said(
         f"{least_to_most('h200-serve')} time on one GPU, {least_to_most('h200x2-serve')} on two "
         "(H200, Qwen3-8B's size, `--tp-size 2`)"
+    )
+
+
+def test_the_readme_says_what_dp_attention_gains_and_where_it_does_not():
+    cells: dict[tuple, dict[str, dict]] = {}
+    for row in rows("h200x2-serve"):
+        if row["section"] == "stock" and row.get("dp"):
+            cells.setdefault((row["sampling"], row["batch"]), {})[row["backend"]] = row
+    over = {key: cell["flashsample"]["tpot_us"] / cell["stock"]["tpot_us"] - 1 for key, cell in cells.items()}
+    less = [-change for change in over.values() if change < 0]
+    ((key, worst),) = [one for one in over.items() if one[1] > 0]
+    spread = max(row["spread_us"] for row in cells[key].values()) / cells[key]["stock"]["tpot_us"]
+    assert key == ("greedy", 16)
+    said(
+        f"{100 * min(less):.0f} to {100 * max(less):.0f} % less time in {len(less)} of {len(over)} cells, "
+        f"**{100 * worst:.0f} % more** in one ({key[1]} greedy requests; spread {100 * spread:.0f} %)"
     )
 
 

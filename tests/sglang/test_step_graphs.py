@@ -64,6 +64,7 @@ def read_all(hidden: torch.Tensor, params: BatchParams, return_logprob: bool) ->
         columns += [params.truncation.top_k, params.truncation.top_p, params.truncation.min_p]
         flags.append(params.truncation.max_top_k)
     if params.edits is not None:
+        params.edits.check(len(hidden), 0, hidden)
         for flag, column in zip(Edit, first_columns(params.edits, len(hidden)), strict=True):
             if column is not None:
                 flagged = (params.edits.rows & flag) != 0
