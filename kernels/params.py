@@ -423,7 +423,7 @@ class BatchParams:
 
 
 class SampleOutput(NamedTuple):
-    """token_ids: ``[B]`` int64, absolute vocabulary ids.
+    """token_ids: ``[B]`` int64, absolute vocabulary ids; 0 in a row without an allowed id.
 
     logprobs: ``[B]`` float32, natural log-probability of each token under ``softmax(logits / temperature)``
         (temperature 1 on greedy rows), after edits and before truncation, never above 0; NaN in a row without an

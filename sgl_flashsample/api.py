@@ -4,6 +4,7 @@ engines other than SGLang, whose backend draws from a ``Head`` as they do."""
 from __future__ import annotations
 
 import dataclasses
+import numbers
 from typing import NamedTuple, overload
 
 import torch
@@ -130,6 +131,8 @@ def sample_from_logits(
     """
     check_rows("logits", logits)
     check_params(params)
+    if workspace is not None and not isinstance(workspace, Workspace):
+        raise ValueError(f"workspace is {workspace!r}; expected a Workspace or None")
     size = logits.shape[-1] if vocab_size is None else vocab_size
     spec = LogitsSpec(size, vocab_start, logit_scale, softcap, shards=shards)
     return read_logits(logits, spec, params, workspace, return_logprob=return_logprob)
@@ -177,8 +180,8 @@ class DraftTree(NamedTuple):
     @classmethod
     def chain(cls, num_nodes: int, device: torch.device | str) -> DraftTree:
         """Each node but the last has one child. Raises ValueError for less than 1 node."""
-        if num_nodes < 1:
-            raise ValueError(f"num_nodes is {num_nodes}; expected 1 or more")
+        if not isinstance(num_nodes, numbers.Integral) or num_nodes < 1:
+            raise ValueError(f"num_nodes is {num_nodes!r}; expected an integer, 1 or more")
         depth = torch.arange(num_nodes, device=device)
         none = torch.full_like(depth, _NONE)
         return cls(torch.where(depth + 1 < num_nodes, depth + 1, none), none, depth)
@@ -187,6 +190,8 @@ class DraftTree(NamedTuple):
     def from_parents(cls, parents: list[int], device: torch.device | str) -> DraftTree:
         """parents: of each node, -1 of node 0, the root; parents come before their children. Of siblings, the one that
         comes first is asked first. Raises ValueError for anything else."""
+        if not parents:
+            raise ValueError("parents has no node; expected -1 and the parents of the other nodes")
         first, following, depth = [_NONE] * len(parents), [_NONE] * len(parents), [0] * len(parents)
         last_child: dict[int, int] = {}
         for node, parent in enumerate(parents):
@@ -194,8 +199,8 @@ class DraftTree(NamedTuple):
                 if parent != _NONE:
                     raise ValueError(f"parents[0] is {parent}; expected -1")
                 continue
-            if not 0 <= parent < node:
-                raise ValueError(f"parents[{node}] is {parent}; expected 0 to {node - 1}")
+            if not isinstance(parent, numbers.Integral) or not 0 <= parent < node:
+                raise ValueError(f"parents[{node}] is {parent!r}; expected an integer, 0 to {node - 1}")
             depth[node] = depth[parent] + 1
             if parent in last_child:
                 following[last_child[parent]] = node

@@ -27,6 +27,8 @@ from .tables.lookup import resolve
 
 logger = logging.getLogger("sgl_flashsample")
 
+MAX_ROWS = 1 << 16  # of a batch that scratch is kept for: more is a mistake, and takes minutes to look up
+
 
 class Head:
     """One LM head on one device, ready to draw: weights, dispatch table, scratch and, where wanted, a screen.
@@ -61,8 +63,8 @@ class Head:
         searched: torch.Tensor | None = None,
         announces_changes: bool = False,
     ) -> None:
-        if type(max_rows) is not int or max_rows < 0:
-            raise ValueError(f"max_rows is {max_rows!r}; expected an integer, 0 or more")
+        if type(max_rows) is not int or not 0 <= max_rows <= MAX_ROWS:
+            raise ValueError(f"max_rows is {max_rows!r}; expected an integer, 0 to {MAX_ROWS}")
         lm_head = lm_head if isinstance(lm_head, LMHead) else LMHead(lm_head)
         for name, value, kind in (("table", table, DispatchTable), ("screen", screen, Screen)):
             if value is not None and not isinstance(value, kind):

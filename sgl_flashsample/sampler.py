@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, overload
 
 import torch
 
-from .head import Head, check_rows
+from .head import MAX_ROWS, Head, check_rows
 from .kernels.params import BatchParams, LMHead, LogitEdits, SampleOutput, Truncation
 from .logprobs import LogprobOutput, WantedLogprobs
 
@@ -171,7 +171,12 @@ class Sampler:
         seed: int | None = None,
         tuned: str | os.PathLike[str] | None = None,
     ) -> None:
-        _check_numbers("max_rows", max_rows, lambda x: isinstance(x, int) and x >= 1, "an integer, 1 or more")
+        valid = lambda x: isinstance(x, int) and 1 <= x <= MAX_ROWS  # noqa: E731
+        _check_numbers("max_rows", max_rows, valid, f"an integer, 1 to {MAX_ROWS}")
+        if not isinstance(screen, bool):
+            raise ValueError(f"screen is {screen!r}; expected True or False")
+        if tuned is not None and not isinstance(tuned, str | os.PathLike):
+            raise ValueError(f"tuned is {tuned!r}; expected the file of a tuned table, or None")
         if seed is not None:
             _check_numbers("seed", seed, _is_int64, "an int64")
         self.head = Head.tuned(head, max_rows=max_rows, screen=screen, file=tuned)
@@ -283,6 +288,8 @@ def _tensor(name: str, value: Any, num_rows: int, dtype: torch.dtype, device: to
     tensor = value if isinstance(value, torch.Tensor) else torch.tensor(value, dtype=dtype)
     if tensor.shape != (num_rows,):
         raise ValueError(f"{name} has shape {tuple(tensor.shape)}; expected {(num_rows,)}, one for each row of hidden")
+    if tensor.dtype is torch.bool or tensor.is_complex():
+        raise ValueError(f"{name} is {tensor.dtype}; expected numbers")
     if tensor.is_floating_point() and not dtype.is_floating_point:
         raise ValueError(f"{name} is {tensor.dtype}; expected integers")
     if dtype is torch.int32 and tensor.dtype is torch.int64:  # of top-k: what is too large is off, as V is

@@ -138,8 +138,8 @@ def test_a_table_or_scratch_of_another_head_is_named(device):
     for given in ({"table": "h200.json"}, {"screen": True}):
         with pytest.raises(ValueError, match=r"(table is 'h200|screen is T).*; expected a (DispatchTable|Screen) or"):
             Head(case.head, **given)
-    for rows in (-1, None, 1.5):
-        with pytest.raises(ValueError, match=f"max_rows is {rows}; expected an integer, 0 or more"):
+    for rows in (-1, None, 1.5, 65537):
+        with pytest.raises(ValueError, match=f"max_rows is {rows}; expected an integer, 0 to 65536"):
             Head(case.head, max_rows=rows)
     with pytest.raises(ValueError, match="lm_head is None; expected an LMHead"):
         Head(case.head).replace(None)
@@ -151,6 +151,8 @@ def test_logits_narrower_than_the_vocabulary_are_refused(device):
     params = example(device, ALL).params
     with pytest.raises(ValueError, match=r"logits is \(9, 600\).*expected \[B, 601 or more\]"):
         sample_from_logits(torch.zeros(9, 600, device=device), params, vocab_size=601)
+    with pytest.raises(ValueError, match="workspace is 3; expected a Workspace or None"):
+        sample_from_logits(torch.zeros(9, 601, device=device), params, workspace=3)
 
 
 def test_argmax_names_arguments_that_do_not_fit(device):

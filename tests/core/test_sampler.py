@@ -242,10 +242,25 @@ def test_what_does_not_fit_the_batch_is_refused_by_name(case):
         sampler(case.hidden, {"temperature": 1.0})
 
 
-@pytest.mark.parametrize("rows", [0, 1.5, "8"])
-def test_a_sampler_of_no_rows_is_refused(case, rows):
-    with pytest.raises(ValueError, match=f"max_rows is {rows!r}; expected an integer, 1 or more"):
+@pytest.mark.parametrize("rows", [0, 1.5, "8", 65537])
+def test_a_sampler_of_no_rows_or_of_too_many_is_refused(case, rows):
+    with pytest.raises(ValueError, match=f"max_rows is {rows!r}; expected an integer, 1 to 65536"):
         Sampler(case.head, max_rows=rows)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"), [("screen", "off", "True or False"), ("tuned", 3, "the file of a tuned table, or None")]
+)
+def test_an_option_of_another_type_is_refused(case, name, value, words):
+    with pytest.raises(ValueError, match=f"^{name} is {value!r}; expected {words}$"):
+        Sampler(case.head, **{name: value})
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.complex64])
+def test_a_tensor_of_no_numbers_is_refused(case, dtype):
+    temperature = torch.ones(len(case.hidden), dtype=dtype, device=case.hidden.device)
+    with pytest.raises(ValueError, match=f"temperature is {dtype}; expected numbers"):
+        Sampler(case.head)(case.hidden, SamplingParams(temperature=temperature))
 
 
 @pytest.mark.parametrize("seed", [1.5, "x", True, 2**63])

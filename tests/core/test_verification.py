@@ -218,8 +218,10 @@ def test_wrong_arguments_are_named(changed, message):
     "parents, message",
     [
         ([0], "parents\\[0\\] is 0; expected -1"),
-        ([-1, -1], "parents\\[1\\] is -1; expected 0 to 0"),
-        ([-1, 0, 2], "parents\\[2\\] is 2; expected 0 to 1"),
+        ([-1, -1], "parents\\[1\\] is -1; expected an integer, 0 to 0"),
+        ([-1, 0, 2], "parents\\[2\\] is 2; expected an integer, 0 to 1"),
+        ([-1, 0.0], "parents\\[1\\] is 0.0; expected an integer, 0 to 0"),
+        ([], "parents has no node; expected -1 and the parents of the other nodes"),
     ],
 )
 def test_parents_that_are_no_tree_are_named(parents, message):
@@ -227,6 +229,7 @@ def test_parents_that_are_no_tree_are_named(parents, message):
         DraftTree.from_parents(parents, "cpu")
 
 
-def test_a_chain_has_one_node_or_more():
-    with pytest.raises(ValueError, match="num_nodes is 0; expected 1 or more"):
-        DraftTree.chain(0, "cpu")
+@pytest.mark.parametrize("nodes", [0, 1.5])
+def test_a_chain_has_one_node_or_more(nodes):
+    with pytest.raises(ValueError, match=f"num_nodes is {nodes}; expected an integer, 1 or more"):
+        DraftTree.chain(nodes, "cpu")

@@ -463,7 +463,7 @@ GOALS: dict[str, tuple[Goal, ...]] = {
         Goal("growth of host memory under load", "none", "h100-load", memory_growth, NO_LEAK),
         Goal(
             "a day under load with aborted requests and delayed ranks",
-            "no request is lost, no token wrong",
+            "none is lost, none wrong",
             why="`load.py` and `ranks.py` run for ten minutes",
         ),
         Goal(
