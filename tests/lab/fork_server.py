@@ -194,7 +194,7 @@ def _connect(environment: Mapping[str, str]) -> socket.socket:
 
 def serve(address: str, names: Sequence[str]) -> None:
     """Import these, fork a server for each order, and tell who gave it how the server ends; until standard input
-    does."""
+    does, which ends the servers too."""
     _import(names)
     sys.path[:] = [path for path in sys.path[1:] if path != os.environ["PYTHONPATH"]]
     with contextlib.suppress(FileNotFoundError):
@@ -207,7 +207,10 @@ def serve(address: str, names: Sequence[str]) -> None:
         events.register(source, selectors.EVENT_READ)
     while True:
         for event, _ in events.select():
-            if event.fileobj is sys.stdin:
+            if event.fileobj is sys.stdin:  # whoever started this has gone, and cannot stop its servers any more
+                for server, _ in [one.data for one in events.get_map().values() if one.data]:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.killpg(server, signal.SIGKILL)
                 return
             if event.fileobj is listener:
                 client, _ = listener.accept()

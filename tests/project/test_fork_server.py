@@ -205,6 +205,20 @@ def test_a_fork_is_waited_for_and_ends_by_a_signal_and_one_that_fails_says_why(s
     assert failing.wait(60) == 1 and "ValueError: invalid literal for int()" in log.read_text()
 
 
+def test_servers_end_with_who_started_them_however_that_ends(start):
+    """A test that is killed cannot stop its servers."""
+    process, log = start("stays", "stay", "0")
+    said(log)
+    (forking,) = fork_server.STARTED
+    assert is_running(process.pid)
+    forking.stdin.close()
+    assert process.wait(60) == -signal.SIGKILL and forking.wait(60) == 0
+    deadline = time.monotonic() + 30
+    while is_running(process.pid):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
 def test_what_is_no_server_of_this_python_is_started_and_not_forked(tmp_path):
     with (tmp_path / "log").open("wb") as output:
         process = fork_server.popen([sys.executable, "-c", "print(1)"], env=os.environ, stdout=output)
