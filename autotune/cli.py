@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from ..exit_codes import OK
-from ..files import check_other, write_whole
+from ..files import check_output, write_whole
 from ..kernels.config import GROUP_SIZE
 from ..kinds import KIND_NAMES, SamplingPath
 from ..model_config import head_of
@@ -68,7 +68,7 @@ def plan(options: argparse.Namespace) -> None:
     made = Plan(device, head, EFFORTS[options.effort])
     processes = options.processes or usual_compilers()
     estimate, budget = made.estimate(processes), made.effort.budget
-    path = (options.out or user_folder()) / file_name(device.name, head)
+    path = _folder(options.out) / file_name(device.name, head)
     studies = [(str(key), len(made.space(key).points), made.trials(key), made.probes(key)) for key in made.studies]
     if options.json:
         answer: dict[str, Any] = {"file": str(path), "device": msgspec.to_builtins(device)}
@@ -98,9 +98,7 @@ def run(options: argparse.Namespace) -> int:
     from .run import Options
     from .run import run as tune
 
-    head, out = _head(options), options.out or user_folder()
-    if out.exists() and not out.is_dir():
-        raise ValueError(f"--out is {out}, which is not a folder")
+    head, out = _head(options), _folder(options.out)
     fields = {field.name for field in dataclasses.fields(Options)} & vars(options).keys() - {"out"}
     chosen = Options(head, out, **{name: getattr(options, name) for name in fields})
     with Progress(quiet=options.json) as progress:
@@ -113,6 +111,14 @@ def run(options: argparse.Namespace) -> int:
     if result.path is not None and result.code == OK:
         print(_serving(options, result.path, simulated=result.table is not None and result.table.simulated))
     return result.code
+
+
+def _folder(out: Path | None) -> Path:
+    """The folder of a run's table."""
+    folder = out or user_folder()
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"--out is {folder}, which is not a folder")
+    return folder
 
 
 def _serving(options: argparse.Namespace, path: Path, *, simulated: bool) -> str:
@@ -143,15 +149,14 @@ def verify(options: argparse.Namespace) -> int:
 
 def report(options: argparse.Namespace) -> None:
     table = _tables().read(options.file)
-    from .report import page  # takes seconds: faults of the file are told before
-    from .trials import log_of
-
     name = options.file.with_suffix(".html").name
     out = options.out or Path(name)
     out = out / name if out.is_dir() else out
-    check_other(out, "--out", [options.file])
+    check_output(out, "--out", "an HTML page", [options.file])
+    from .report import page  # takes seconds: faults of the files are told before
+    from .trials import log_of
+
     try:
-        out.parent.mkdir(parents=True, exist_ok=True)
         write_whole(out, page(table, log_of(options.file)))
     except OSError as error:
         raise ValueError(f"{out} cannot be written: {error.strerror or error}") from None

@@ -26,7 +26,7 @@ from ..cost_model import MULTIPLY_ADDS
 from ..defaults import MODELLED, family_of
 from ..dispatch import DENSE_ROWS, DispatchTable
 from ..exit_codes import FAILED, OK
-from ..files import write_whole
+from ..files import check_output, write_whole
 from ..kernels.config import ScreenConfig
 from ..kinds import BATCH_KINDS, KIND_NAMES, MIN_RACED_BYTES, BatchKind, Config, path_of
 from ..switches import FILE_VARIABLE, text
@@ -267,7 +267,7 @@ def explain(
         with_screen = f"races a screen at its start, for {because}, and uses it where it is faster"
         with_screen += "; for which batches is not known before"
         with_screen += "" if described else " (if there are kernels for this GPU, which is not known here)"
-    console.print(f"batch     {rows} rows; a server with default settings {with_screen}")
+    console.print(f"batch     {_rows(rows)}; a server with default settings {with_screen}")
     lines = [(b["kind"], f"{b['us']:.1f}" if b.get("us") else "", str(b["takes"]), b["why"]) for b in batches]
     console.print(_grid(("kind", "us", "takes", "why"), lines, ("kind", "takes", "why")))
 
@@ -353,7 +353,7 @@ def _taken(config: Config | None, why: str) -> dict[str, Any]:
 
 
 def _print_batch(console: _Output, answer: dict[str, Any]) -> None:
-    console.print(f"batch     {answer['rows']} rows, {answer['kind']}: {answer['why']}")
+    console.print(f"batch     {_rows(answer['rows'])}, {answer['kind']}: {answer['why']}")
     console.print(f"takes     {answer['takes']}")
     if answer.get("us"):
         clock = f", {answer['clock_mhz']:.0f} MHz" if answer.get("clock_mhz") else ""
@@ -370,6 +370,10 @@ def _print_batch(console: _Output, answer: dict[str, Any]) -> None:
         console.print(f"others    {', '.join(f'{name} {us:.1f} us' for name, us in answer['others'].items())}")
     if answer.get("checked"):
         console.print(f"checked   {answer['checked']}")
+
+
+def _rows(rows: int) -> str:
+    return f"{rows} row{'s' * (rows != 1)}"
 
 
 def _against(others: int | None) -> str:
@@ -463,6 +467,7 @@ def merge(file_a: str, file_b: str, out: Path, strict: bool = False, as_json: bo
             raise ValueError(f"{kind} {rows} takes {mine.takes} in A and {theirs.takes} in B (--strict)")
     merged, taken, added = joined(a, b)
     out = out / merged.file_name if out.is_dir() else out
+    check_output(out, "--out", "a tuned table", [file_a, file_b])
     try:
         write_whole(out, merged.dumps())
     except OSError as error:
@@ -514,6 +519,9 @@ def _flat(provenance: dict[str, Any]) -> dict[str, Any]:
 
 def lint(files: Sequence[str], as_json: bool = False) -> int:
     """Print the faults of tables that are to be shipped. Returns the exit code."""
+    for file in files:
+        if not os.path.isfile(file):
+            read(file)  # no fault of a table: raises ValueError
     with Compilers(_say) as compilers:
         found = {file: dict(zip(("error", "stale", "note"), check(file, compilers), strict=True)) for file in files}
     wrong = sum(bool(lines["error"] or lines["stale"]) for lines in found.values())

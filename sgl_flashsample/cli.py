@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import functools
 import importlib.util
+import io
 import json
 import math
 import os
 import signal
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from . import __version__
 from .exit_codes import FAILED, INTERRUPTED, OK, USAGE
-from .files import check_other, check_writable
+from .files import check_output, check_writable
 
 if TYPE_CHECKING:
     from .hot_vocab import HotVocab
@@ -35,6 +36,7 @@ _EXTRAS = {
     "tqdm": "[sglang]",
     **dict.fromkeys(("torch", "triton", "numpy", "msgspec"), ""),
 }
+_MAX_ROWS, _MAX_TOKENS = 1 << 16, 1 << 20  # of a batch; of a prompt or an answer: more is a slip of the hand
 
 _EPILOG = """\
 exit codes: 0 done; 1 something was found wrong, or does not work: a package that is missing, a server that does not
@@ -132,6 +134,9 @@ def main(arguments: list[str] | None = None) -> int:
     for name in ("stdout", "stderr"):  # None where whoever started this process has closed them
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
+        if isinstance(stream := getattr(sys, name), io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a letter that a terminal lacks ends no command
+    code = OK
     try:
         with _interruptible():
             code = _run(arguments)
@@ -139,7 +144,7 @@ def main(arguments: list[str] | None = None) -> int:
         return code
     except BrokenPipeError:  # `| head` has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return OK
+        return code
     except KeyboardInterrupt:
         return _fail("interrupted", INTERRUPTED)
     except ModuleNotFoundError as error:
@@ -331,14 +336,15 @@ def bench(options: argparse.Namespace, arguments: list[str]) -> int:
         batches = [int(size) for size in sizes.split(",")]
     except ValueError:
         raise ValueError(f"{where} is {sizes!r}; expected integers separated by commas, such as 1,8,32") from None
-    for option, values, least in (
-        (where, batches, 1),
-        ("--minutes", [options.minutes], 1),
-        ("--input-tokens", [options.input_tokens], 1),
-        ("--output-tokens", [options.output_tokens], 16),
+    for option, numbers, least, most in (
+        (where, batches, 1, _MAX_ROWS),
+        ("--input-tokens", [options.input_tokens], 1, _MAX_TOKENS),
+        ("--output-tokens", [options.output_tokens], 16, _MAX_TOKENS),
     ):
-        if bad := [value for value in values if not least <= value < math.inf]:
-            raise ValueError(f"{option} is {bad[0]:g}; expected {least} or more")
+        if bad := [number for number in numbers if not least <= number <= most]:
+            raise ValueError(f"{option} is {bad[0]}; expected {least} to {most}")
+    if not 1 <= options.minutes < math.inf:
+        raise ValueError(f"--minutes is {options.minutes:g}; expected 1 or more")
     for option, given in (("--load", options.load), ("--in-turns", options.in_turns or None)):
         if traffic and given is not None:
             raise ValueError(f"{option} is no option of a measurement with --traffic; leave it out")
@@ -350,9 +356,12 @@ def bench(options: argparse.Namespace, arguments: list[str]) -> int:
     for option in ("--api-key", "--admin-api-key"):
         if any(argument.split("=")[0] == option for argument in arguments):
             raise ValueError(f"bench asks its two servers without a key; leave {option} out")
-    for option, file in (("--json", options.json), ("--html", options.html)):
+    for option, file, kind in (
+        ("--json", options.json, "a benchmark result"),
+        ("--html", options.html, "an HTML page"),
+    ):
         if file is not None:
-            check_writable(file, option)  # now, not after the measurement
+            check_output(file, option, kind)  # now, not after the measurement
     if options.json and options.html and Path(options.json).resolve() == Path(options.html).resolve():
         raise ValueError(f"--json and --html are both {options.json}; expected two files")
     if Path(options.logs).exists() and not Path(options.logs).is_dir():
@@ -375,6 +384,11 @@ def bench(options: argparse.Namespace, arguments: list[str]) -> int:
     vocab = head_of(options.model_path).vocab
     # The first and the last ids of a vocabulary are often special tokens.
     ids = range(vocab // 10, max(vocab // 10 + 1, 9 * vocab // 10))
+    try:
+        os.makedirs(options.logs, exist_ok=True)
+        tempfile.TemporaryFile(dir=options.logs).close()
+    except OSError as error:
+        raise ValueError(f"--logs is {options.logs}, which cannot be written: {error.strerror}") from None
     load = benchmark.Load(ids, options.input_tokens, long=options.output_tokens)
     comparison = (moving.TrafficBench if traffic else benchmark.Bench)(
         benchmark.Options(
@@ -406,8 +420,8 @@ def warm(options: argparse.Namespace) -> int:
     """Compile a head's kernels for a GPU that need not be here."""
     if os.environ.get("TRITON_INTERPRET") == "1":
         raise ValueError("TRITON_INTERPRET is 1: the interpreter compiles nothing; expected it unset")
-    if options.max_rows is not None and options.max_rows < 1:
-        raise ValueError(f"--max-rows is {options.max_rows}; expected 1 or more")
+    if options.max_rows is not None and not 1 <= options.max_rows <= _MAX_ROWS:
+        raise ValueError(f"--max-rows is {options.max_rows}; expected 1 to {_MAX_ROWS}")
     if options.tuned is not None:
         _check_table(options.tuned)
     import torch
@@ -520,13 +534,15 @@ def trace(options: argparse.Namespace) -> int:
     from .files import write_whole
     from .hot_vocab import HotVocab
 
+    if options.action != "show" and options.out is not None:  # now, not after an hour
+        check_output(options.out, "--out", "a token map" if options.action == "map" else "token counts", options.files)
     if options.action == "map":
         return _write_map(options, HotVocab.load(options.files[0]))
     interrupted = False
     if options.action in ("text", "ids"):
         counts, interrupted = _count(options)
     else:
-        counts = functools.reduce(HotVocab.plus, map(HotVocab.load, options.files))
+        counts = _sum(options.files)
     out = options.files[0] if options.action == "show" else options.out
     if out is not None and options.action != "show":
         write_whole(out, counts.dumps())
@@ -538,6 +554,24 @@ def trace(options: argparse.Namespace) -> int:
     return _fail("interrupted: what was counted until then is above", INTERRUPTED) if interrupted else OK
 
 
+def _sum(files: list[str]) -> HotVocab:
+    """The token counts of all these files. Raises ValueError."""
+    from .hot_vocab import HotVocab
+
+    paths = [os.path.realpath(file) for file in files]
+    counts = HotVocab.load(files[0])
+    for place, file in enumerate(files[1:], 1):
+        if paths[place] in paths[:place]:
+            raise ValueError(f"{file} is named twice: its tokens would count twice; name it once")
+        more = HotVocab.load(file)
+        if more.vocab != counts.vocab:
+            raise ValueError(
+                f"{files[0]} is of {counts.vocab} ids, {file} of {more.vocab}; expected files of one vocabulary"
+            )
+        counts = counts.plus(more)
+    return counts
+
+
 def _write_map(options: argparse.Namespace, counts: HotVocab) -> int:
     """A list of ids as SGLang reads it."""
     import io
@@ -547,8 +581,6 @@ def _write_map(options: argparse.Namespace, counts: HotVocab) -> int:
     from .files import write_whole
     from .hot_vocab import MAPPED_SHARE
 
-    check_writable(options.out, "--out")
-    check_other(options.out, "--out", options.files[:1])
     number = max(1, int(MAPPED_SHARE * counts.vocab)) if options.ids is None else options.ids
     try:
         ids = counts.most_frequent(number)
@@ -574,9 +606,6 @@ def _count(options: argparse.Namespace) -> tuple[HotVocab, bool]:
     from . import hot_vocab
     from .model_config import HeadError, head_of
 
-    if options.out is not None:
-        check_writable(options.out, "--out")  # now, not after an hour
-        check_other(options.out, "--out", options.files)
     name, vocab, encode, known = options.model or "", options.vocab, None, 1
     path = Path(name)
     folder = path if path.is_dir() else path.parent
@@ -608,10 +637,12 @@ def serve(options: argparse.Namespace, arguments: list[str]) -> int:
     """Replace this process by SGLang's server with our backend on. Returns only where that fails. arguments:
     SGLang's."""
     names = {argument.split("=")[0] for argument in arguments}
-    if not names:
-        raise ValueError("no model is named: expected --model-path MODEL (see `sgl-flashsample serve --help`)")
     if "--sampling-backend" in names:
         raise ValueError("serve sets --sampling-backend itself; leave it out")
+    # SGLang would say so after some ten seconds and hundreds of lines. It takes abbreviations too.
+    named = {name for name in names if name.startswith("--model") and "--model-path".startswith(name)}
+    if not named and "--config" not in names:
+        raise ValueError("no model is named: expected --model-path MODEL (see `sgl-flashsample serve --help`)")
     if importlib.util.find_spec("sglang") is None:
         raise ModuleNotFoundError(name="sglang")
     from .sglang.versions import entry_point_found

@@ -7,6 +7,7 @@ import contextlib
 import fcntl
 import json
 import os
+import re
 import stat
 import tempfile
 from collections.abc import Iterable
@@ -16,6 +17,16 @@ from typing import IO, Any, NoReturn
 _UMASK = os.umask(0o022)  # read once, at import: reading it sets the mask of all threads for a moment
 os.umask(_UMASK)
 
+# How the files of each kind begin that commands write.
+_BEGINNINGS = {
+    "token counts": rb'\s*\{\s*"schema"\s*:\s*"flashsample-hot/',
+    "a token map": rb"(?s)PK\x03\x04.{26}archive/data\.pkl",  # as torch.save writes it
+    "a tuned table": rb'\s*\{\s*"schema"\s*:\s*"flashsample-tune/',
+    "a benchmark result": rb'\s*\{\s*"env"\s*:\s*\{',
+    "an HTML page": rb"(?i)\s*<!doctype html",
+}
+_BYTES = range(0xDC80, 0xDD00)  # letters that stand for the bytes of a file's name that are not UTF-8
+
 
 class BadFileError(ValueError):
     """A file or text that cannot be used; the message is one line that names what is wrong."""
@@ -23,8 +34,12 @@ class BadFileError(ValueError):
 
 def one_line(text: str, most: int = 120) -> str:
     """``text`` in one line of at most ``most`` printable characters."""
-    line = "".join(letter if letter.isprintable() else " " for letter in text[: most + 1])
+    line = "".join(letter if letter.isprintable() else _unprintable(letter) for letter in text[: most + 1])
     return line if len(line) <= most else line[: most - 3] + "..."
+
+
+def _unprintable(letter: str) -> str:
+    return f"\\x{ord(letter) - 0xDC00:x}" if ord(letter) in _BYTES else " "
 
 
 def first_line(error: BaseException) -> str:
@@ -115,6 +130,20 @@ def check_other(file: str | os.PathLike[str], option: str, inputs: Iterable[str 
     """Raises ValueError, with the ``option`` that named ``file``, where that is one of the files that are read."""
     if os.path.exists(file) and any(os.path.exists(one) and os.path.samefile(file, one) for one in inputs):
         raise ValueError(f"{option} is {file}, a file that is read; expected another one")
+
+
+def check_output(
+    file: str | os.PathLike[str], option: str, kind: str, inputs: Iterable[str | os.PathLike[str]] = ()
+) -> None:
+    """Raises ValueError, with the ``option`` that named ``file``, where it cannot be written, is one of the ``inputs``,
+    or holds something else than an earlier file of its ``kind``, one of ``_BEGINNINGS``; it may be empty."""
+    check_writable(file, option)
+    check_other(file, option, inputs)
+    if os.path.exists(file):
+        with open(file, "rb") as opened:
+            content = opened.read(4096)
+        if content and not re.match(_BEGINNINGS[kind], content):
+            raise ValueError(f"{option} is {file}, which holds something other than {kind}; expected another file")
 
 
 def write_whole(file: str | os.PathLike[str], content: str | bytes) -> None:

@@ -161,7 +161,7 @@ class HotVocab(msgspec.Struct, frozen=True, kw_only=True, eq=False, dict=True):
         """The summary for reading."""
         facts = self.summary()
         about = ", ".join(filter(None, (self.name, self.source)))
-        yield f"{self.counted:,} tokens counted{f' ({about})' if about else ''}"
+        yield f"{self.counted:,} token{'s' * (self.counted != 1)} counted{f' ({about})' if about else ''}"
         yield f"{facts['ids_seen']:,} of {self.vocab:,} ids seen"
         unseen = 100 * facts["unseen"]
         yield f"at most about {unseen:{'.0f' if unseen >= 10 else '.2g'}} % of further tokens have other ids"

@@ -40,6 +40,8 @@ def head_of(
     """The head of ``model`` (a folder, a ``config.json``, or a hub's name), or its first shard for ``tp`` ranks.
     Explicit arguments take precedence over the config. Raises HeadError."""
     given = [name for name, value in (("vocab_size", vocab), ("hidden_size", hidden)) if value is not None]
+    if model == "":
+        raise HeadError("the model's name is empty: expected a model's folder, its config.json or a hub's name")
     text = _text_config(model, given) if model else {}
     vocab = text.get("vocab_size") if vocab is None else vocab
     hidden = text.get("hidden_size") if hidden is None else hidden

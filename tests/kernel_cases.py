@@ -312,7 +312,9 @@ CAPS = [0.5, 5.0, 30.0, 50.0, 1000.0, 1e4, 1e6]
 def near_pairs(cap: float, device: torch.device) -> Case:
     """Greedy rows of two logits up to a soft cap, the larger one second: a share of 1e-5 apart, or 1e-5 to 1e-4. Those
     of a narrow cap, whose errors are shares of the cap, are 5 % of it at least: smaller ones may come out equal."""
-    size = torch.cat([torch.linspace(0.05 if cap <= 32 else 0.01, 1.0, 25) * cap, torch.tensor([0.2499, 0.25, 0.2501]) * cap])
+    size = torch.cat(
+        [torch.linspace(0.05 if cap <= 32 else 0.01, 1.0, 25) * cap, torch.tensor([0.2499, 0.25, 0.2501]) * cap]
+    )
     some = torch.linspace(0.5, min(cap, 6.0), 10)
     low = torch.cat([size, some, some, some])
     high = torch.cat([size * (1 + 1e-5), some + 1e-5, some + 3e-5, some + 1e-4])

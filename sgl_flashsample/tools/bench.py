@@ -340,7 +340,14 @@ class Bench:
         self._cells: dict[tuple[str, int], Any] = {}
         self._told: set[tuple[str, int]] = set()  # cells whose lines are printed
         self._progress = Progress(60 * options.minutes, len(options.places))
-        self._say = self._progress.say
+
+    def _say(self, line: str) -> None:
+        """Print a line. Where nobody reads it any more, the measurement ends, unless a file is to have it."""
+        try:
+            self._progress.say(line)
+        except BrokenPipeError:
+            if self._json_file is None and self._html_file is None:
+                raise
 
     @property
     def minutes_taken(self) -> float:
@@ -523,9 +530,9 @@ class Bench:
         decided = {place for place, cell in self._cells.items() if cell.comparison.decided}
         self._progress.decided(len(decided - self.refused.keys()), len(self._places))
         if new := [place for place in self._cells if place in decided - self._told]:
+            self._write()  # first: whoever reads what is said may have gone
             for place in new:
                 self._tell(place)
-            self._write()
 
     def _tell(self, place: tuple[str, int]) -> None:
         self._told.add(place)
@@ -533,13 +540,13 @@ class Bench:
             self._say(line)
 
     def _finish(self) -> None:
-        """Tell of the cells that are not decided, and write all."""
+        """Write all, and tell of the cells that are not decided."""
+        self._write()
         for place, cell in self._cells.items():
             if place not in self._told | self.refused.keys() and cell.comparison.pairs:
                 self._tell(place)
         for line in (*load_lines(self), closing(self, self.minutes_taken)):
             self._say(line)
-        self._write()
 
     def _write(self) -> None:
         """Files that cannot be written now may be after the next cell: the measurement goes on."""

@@ -77,4 +77,5 @@ class Progress:
         if not self._bar.disable:
             self._bar.set_description_str(self.line)
         elif monotonic() - self._said >= LINE_SECONDS:
-            self.say(f"  {self.line}")
+            with contextlib.suppress(BrokenPipeError):  # the measurement's own next line finds it too
+                self.say(f"  {self.line}")

@@ -123,17 +123,22 @@ print({{"torch", "triton", "optuna", "plotly"}} & set(sys.modules))
         (["merge", "FILE", "changed", "-o", "c"], "measured against different built-in choices"),
         (["merge", "FILE", "newer", "-o", "c"], "measured with different versions (triton 3.6.0 and 3.7.0)"),
         (["merge", "FILE", "allowed", "-o", "c"], "tuned with different --allow-path (none and flashinfer)"),
-        (["merge", "FILE", "FILE", "-o", "pipe"], "pipe is not a plain file"),
-        (["merge", "FILE", "FILE", "-o", "nowhere/c"], "nowhere/c cannot be written: No such file or directory"),
+        (["merge", "FILE", "FILE", "-o", "pipe"], "--out is pipe, which is not a plain file"),
+        (["merge", "FILE", "FILE", "-o", "nowhere/c"], "--out is nowhere/c, in a folder that is not there"),
+        (["merge", "more", "FILE", "-o", "FILE"], "--out is FILE, a file that is read; expected another one"),
         (["verify", "pipe"], "pipe: it is not a plain file"),
         (["report", "pipe"], "pipe: it is not a plain file"),
         (["report", "FILE", "--out", "FILE"], "--out is FILE, a file that is read; expected another one"),
+        (["report", "FILE", "--out", "nowhere/x.html"], "--out is nowhere/x.html, in a folder that is not there"),
+        (["lint", "FILE", "nothing.json"], "nothing.json: No such file or directory"),
+        (["lint", "."], ".: it is not a plain file"),
     ],
     ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else "",
 )
 def test_a_mistake_gets_one_line_and_exit_code_two(command, tmp_path, monkeypatch, arguments, message):
     monkeypatch.chdir(tmp_path)
-    put(tmp_path / "FILE")
+    for name in ("FILE", "more"):
+        put(tmp_path / name)
     (tmp_path / "text").write_text("hello")
     os.mkfifo(tmp_path / "pipe")
     put(tmp_path / "other", make_table(head=HeadShape(vocab=8, hidden=8, dtype="fp32"), defaults=""))
@@ -238,6 +243,11 @@ def test_explain_says_what_a_batch_of_one_kind_takes_and_why(command, file, argu
     assert f"table     {file} (exact; the named file)\nfor       NVIDIA H200, head 128256 x 4096 bf16" in out
     for word in words:
         assert word in out
+
+
+@pytest.mark.parametrize("kind, words", [([], "1 row; a server"), (["--kind", "plain"], "1 row, plain: its own size")])
+def test_explain_speaks_of_one_row(command, file, kind, words):
+    assert f"batch     {words}" in command("explain", file, "--batch", 1, *kind)[1]
 
 
 @pytest.mark.parametrize("columns", [100, 120, None], ids=["100", "120", "not set"])
@@ -477,7 +487,7 @@ def test_merge_takes_the_other_choice_only_where_it_is_better_beyond_noise(comma
     assert merged.confirmed["plain"] == Confirmed(rows=[2, 128], **times, code=["", CODE])
     assert merged.confirmed["greedy"] == other.confirmed["greedy"] and merged.entry("edit+truncate", 16) is not None
     assert merged.provenance["a"] == TABLE.provenance and merged.rejected == TABLE.rejected
-    again = command("merge", out, out, "-o", out)
+    again = command("merge", out, out, "-o", tmp_path / "d")
     assert again[0] == 0, "merging tables that were merged does not nest without end"
 
 
@@ -521,11 +531,13 @@ def test_merge_stops_at_a_conflict_when_it_is_to_be_strict(command, file, tmp_pa
     assert command("merge", file, same, "-o", tmp_path / "c", "--strict")[0] == 0
 
 
-def test_merge_may_write_over_one_of_its_inputs_and_into_a_folder(command, file, tmp_path):
-    other = put(tmp_path / "b", changed(TABLE, "plain", 4, us=200.0))
-    assert command("merge", file, other, "-o", tmp_path)[0] == 0
-    assert load_table(file)[0].entry("plain", 4).us == 200.0
-    assert sorted(os.listdir(tmp_path)) == ["b", TABLE.file_name]
+def test_merge_may_write_into_a_folder_and_over_the_table_there(command, file, tmp_path):
+    other, folder = put(tmp_path / "b", changed(TABLE, "plain", 4, us=200.0)), tmp_path / "merged"
+    folder.mkdir()
+    put(folder / TABLE.file_name)
+    assert command("merge", file, other, "-o", folder)[0] == 0
+    assert load_table(folder / TABLE.file_name)[0].entry("plain", 4).us == 200.0
+    assert os.listdir(folder) == [TABLE.file_name]
 
 
 # --- lint

@@ -301,6 +301,10 @@ def test_a_report_knows_of_confirmed_sizes_what_the_log_says(tmp_path, simulated
         (["run", "--vocab", "64", "--hidden", "64", "--batch-sizes", "1,x"], "no list of batch sizes"),
         (["run", "--vocab", "64", "--hidden", "64", "--gpus", "0"], "'0' is no number from 1 to 64"),
         (["run", "--vocab", "64", "--hidden", "64", "--out", "/dev/null"], "not a folder"),
+        (
+            ["plan", "--vocab", "64", "--hidden", "64", "--out", "/dev/null"],
+            "--out is /dev/null, which is not a folder",
+        ),
         (["verify", "/nonexistent.json"], "No such file"),
         (["report", "/dev/null"], "not a plain file"),
         (["show"], "the following arguments are required: file (see `sgl-flashsample tune show --help`)"),

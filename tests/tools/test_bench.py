@@ -16,7 +16,7 @@ import pytest
 import torch
 from serving import CUDA, needs_sglang
 
-from sgl_flashsample.files import write_whole
+from sgl_flashsample.files import check_output, write_whole
 from sgl_flashsample.tools import bench, markov, progress
 from sgl_flashsample.tools.comparison import EQUAL, FASTER, OPEN, SLOWER
 from sgl_flashsample.tools.server import RequestError, Server, ServerError
@@ -565,6 +565,49 @@ def test_a_file_that_cannot_be_written_ends_no_measurement_and_is_tried_again(me
     assert list(comparison.unwritten.values()) == ["No such file or directory"] * 2
 
 
+@pytest.mark.parametrize("decided", [True, False])
+def test_what_is_measured_is_written_before_it_is_said(tmp_path, memory, decided):
+    """Whoever reads the output may have gone by then, or the disk of its file be full."""
+    servers = {label: {"seconds": noisy(0.005, {}, 0.0 if decided else 0.5, 1)} for label in (bench.STOCK, bench.OURS)}
+    comparison, _ = make_bench(tmp_path, servers, load=EIGHT_B, minutes=0.2)
+    answers = []
+
+    def say(line):
+        if line.startswith("temperature 1; batch of 2: "):
+            answers.append(json.loads((tmp_path / "b.json").read_text())["comparisons"][0]["answer"])
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    comparison._progress.say = say
+    with pytest.raises(OSError, match="No space left on device"):
+        comparison.run()
+    assert answers == [EQUAL if decided else OPEN]
+
+
+@pytest.mark.parametrize("files", [True, False])
+def test_a_measurement_whose_output_nobody_reads_goes_on_for_its_files_alone(tmp_path, memory, monkeypatch, files):
+    def gone(progress, line):
+        raise BrokenPipeError
+
+    monkeypatch.setattr(bench.Progress, "say", gone)
+    comparison, log = make_bench(tmp_path, {})
+    if files:
+        comparison.run()
+        assert len(json.loads((tmp_path / "b.json").read_text())["rows"]) == 2
+    else:
+        comparison._json_file = comparison._html_file = None
+        with pytest.raises(BrokenPipeError):
+            comparison.run()
+        assert log == []
+
+
+def test_a_result_may_replace_an_earlier_one(tmp_path, memory):
+    pytest.importorskip("plotly")
+    comparison, _ = make_bench(tmp_path, {})
+    comparison.run()
+    check_output(tmp_path / "b.json", "--json", "a benchmark result")
+    check_output(tmp_path / "b.html", "--html", "an HTML page")
+
+
 # --- the command ----------------------------------------------------------------------------------------------------
 
 
@@ -573,11 +616,15 @@ def test_a_file_that_cannot_be_written_ends_no_measurement_and_is_tried_again(me
     [
         (["--samplings", "t1,t2"], "--samplings has t2; expected some of t1, trunc, greedy, "),
         (["--batches", "1,x"], "--batches is '1,x'; expected integers separated by commas, such as 1,8,32"),
-        (["--batches", "0"], "--batches is 0; expected 1 or more"),
+        (["--batches", "0"], "--batches is 0; expected 1 to 65536"),
+        (["--batches", "1,65537"], "--batches is 65537; expected 1 to 65536"),
+        (["--traffic", "1" + "0" * 400], f"--traffic is 1{'0' * 400}; expected 1 to 65536"),
+        (["--input-tokens", "1048577"], "--input-tokens is 1048577; expected 1 to 1048576"),
+        (["--output-tokens", "1048577"], "--output-tokens is 1048577; expected 16 to 1048576"),
         (["--minutes", "0.5"], "--minutes is 0.5; expected 1 or more"),
         (["--minutes", "nan"], "--minutes is nan; expected 1 or more"),
         (["--minutes", "inf"], "--minutes is inf; expected 1 or more"),
-        (["--output-tokens", "8"], "--output-tokens is 8; expected 16 or more"),
+        (["--output-tokens", "8"], "--output-tokens is 8; expected 16 to 1048576"),
         (["--load", "0"], "--load is 0; expected requests per second, above 0"),
         (["--json", "nowhere/b.json"], "--json is nowhere/b.json, in a folder that is not there"),
         (["--html", "/"], "--html is /, which is not a plain file"),
@@ -609,6 +656,14 @@ def test_what_cannot_be_measured_is_one_line(run, monkeypatch, arguments, messag
     code, _, err = run("bench", "--model-path", "nowhere", *arguments)
     assert code == 2
     assert err.startswith(f"error: {message}") and err.count("\n") == 1
+
+
+@needs_sglang
+def test_a_folder_for_logs_that_cannot_be_written_is_one_line_before_anything_starts(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(bench.Bench, "run", lambda comparison: pytest.fail("it starts"))
+    (tmp_path / "config.json").write_text('{"vocab_size": 1000, "hidden_size": 64}')
+    code, _, err = run("bench", "--model-path", tmp_path, "--logs", "/proc/logs")
+    assert (code, err) == (2, "error: --logs is /proc/logs, which cannot be written: No such file or directory\n")
 
 
 @needs_sglang

@@ -126,7 +126,7 @@ def test_a_missing_package_is_one_line_that_says_what_brings_it(command, tmp_pat
 def test_token_counts_are_shown_without_torch(command, tmp_path):
     (tmp_path / "hot.json").write_text(ONE_TOKEN)
     done = command("trace", "show", "hot.json", hidden="torch,sglang,scipy", cwd=tmp_path)
-    assert done.returncode == 0 and "1 tokens counted" in done.stdout
+    assert done.returncode == 0 and "1 token counted" in done.stdout
 
 
 def test_an_interruption_is_one_line_and_exit_code_130(run, monkeypatch):
@@ -193,6 +193,23 @@ def test_a_reader_that_has_seen_enough_is_no_error(tmp_path):
     assert (done.returncode, done.stderr) == (0, "")
 
 
+def test_what_a_command_has_found_stays_its_exit_code_where_nobody_reads_it(tmp_path):
+    (tmp_path / "broken.json").write_text("{")
+    read, write = os.pipe()
+    os.close(read)
+    lint = [sys.executable, "-m", "sgl_flashsample.cli", "tune", "lint", "broken.json"]
+    buffered = {**os.environ, "PYTHONUNBUFFERED": ""}  # else the first line ends it
+    done = subprocess.run(lint, stdout=write, stderr=subprocess.PIPE, check=False, cwd=tmp_path, env=buffered)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (1, b"")
+
+
+def test_a_letter_that_an_output_lacks_is_escaped(command, monkeypatch):
+    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
+    shown = command("bench", "--help", hidden=EVERYTHING)
+    assert (shown.returncode, shown.stderr) == (0, "") and '"faster by 5.1 \\xb1 0.9 %"' in shown.stdout
+
+
 def test_a_server_that_does_not_start_is_one_line_and_exit_code_one(run, monkeypatch):
     def fails(server):
         raise servers.ServerError("the server ended with code 1: ValueError: no such model")
@@ -209,6 +226,43 @@ def test_the_package_runs_as_a_module():
     assert shown.stdout == f"sgl-flashsample {__version__}\n"
     wrong = subprocess.run([*command[:3], "serve"], capture_output=True, text=True, check=False)
     assert wrong.returncode == 2
+
+
+# --- files that are there
+
+WRITING = [
+    ("trace ids IDS --vocab 640 --out", "token counts"),
+    ("trace merge HOT --out", "token counts"),
+    ("trace map HOT --out", "a token map"),
+    ("tune merge TABLE TABLE --out", "a tuned table"),
+    ("tune report TABLE --out", "an HTML page"),
+    ("bench --model-path m --json", "a benchmark result"),
+    ("bench --model-path m --html", "an HTML page"),
+]
+
+
+@pytest.fixture
+def there(tmp_path):
+    """A folder with something for each command to read."""
+    (tmp_path / "IDS").write_text("[1, 2]")
+    (tmp_path / "HOT").write_text(ONE_TOKEN)
+    (tmp_path / "TABLE").write_text(make_table().dumps())
+    return tmp_path
+
+
+@pytest.mark.parametrize("arguments, kind", WRITING, ids=lambda value: value)
+def test_a_file_of_another_kind_is_not_written_over(run, there, arguments, kind):
+    (there / "config.json").write_text('{"vocab_size": 640}')
+    code, out, err = run(*arguments.split(), "config.json")
+    message = f"{arguments.split()[-1]} is config.json, which holds something other than {kind}; expected another file"
+    assert (code, out, err) == (2, "", f"error: {message}\n")
+    assert (there / "config.json").read_text() == '{"vocab_size": 640}'
+
+
+@pytest.mark.parametrize("arguments", [arguments for arguments, _ in WRITING[:4]])
+def test_an_earlier_file_of_its_kind_and_an_empty_one_are_written_over(run, there, arguments):
+    (there / "out").touch()
+    assert [run(*arguments.split(), "out")[0] for _ in range(2)] == [0, 0]
 
 
 # --- serve
@@ -234,6 +288,20 @@ def test_serve_passes_every_argument_to_sglang_with_the_backend_added(run, execu
     ]
     assert os.environ["FLASHSAMPLE_TUNED"] == os.environ["FLASHSAMPLE_SCREEN"] == "before"
     assert os.environ["FLASHSAMPLE_REQUIRE"] == "before"
+
+
+@pytest.mark.parametrize("arguments", [["x"], ["--enable-metrics"], ["--model-loader-extra-config", "{}"]])
+def test_without_a_model_sglang_is_not_started(run, executed, arguments):
+    code, _, err = run("serve", *arguments)
+    assert code == 2 and err.startswith("error: no model is named: expected --model-path MODEL") and not executed
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--model", "m"], ["--model-path=m"], ["--model-p", "m"], ["--config", "c.yaml"]]
+)
+def test_a_model_may_be_named_in_each_way_that_sglang_takes(run, executed, arguments):
+    run("serve", *arguments)
+    assert executed[-1][3:] == [*arguments, "--sampling-backend", "flashsample"]
 
 
 @pytest.mark.parametrize("place", [0, 2])

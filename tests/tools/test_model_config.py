@@ -144,6 +144,7 @@ def test_a_config_that_is_none_is_one_line(config, text, message):
     "arguments, message",
     [
         ({"model": None}, "give a model's folder or config.json, or --vocab and --hidden"),
+        ({"model": ""}, "the model's name is empty: expected a model's folder, its config.json or a hub's name"),
         ({"model": "/nonexistent/model"}, "/nonexistent/model is neither a model's folder nor a config.json"),
         ({"model": None, "vocab": 0, "hidden": 64}, "--vocab is 0; expected an integer from 1 to 16777216"),
         ({"model": None, "vocab": 640, "hidden": 8}, "--hidden is 8; expected an integer from 16 to 16777216"),

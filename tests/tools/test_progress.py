@@ -49,6 +49,16 @@ def test_without_a_terminal_a_line_comes_when_nothing_was_said_for_a_while(clock
     ]
 
 
+def test_lines_that_nobody_reads_do_not_end_it(clock, monkeypatch):
+    def gone(line):
+        raise BrokenPipeError
+
+    shown = Progress(seconds=600.0, total=1)
+    monkeypatch.setattr(shown, "say", gone)
+    clock[0] += LINE_SECONDS
+    shown._show_once()
+
+
 def test_in_a_terminal_the_bar_says_it(clock):
     shown, drawn = Progress(seconds=60.0, total=1), []
     shown._bar = types.SimpleNamespace(disable=False, set_description_str=drawn.append)

@@ -246,19 +246,24 @@ def test_a_map_has_the_most_frequent_ids_as_sglang_reads_them(trace):
         ("ids BINARY --vocab 8", "BINARY is not UTF-8 text"),
         ("show", "required: HOT"),
         ("show TEXT", "TEXT: it is not JSON: Expecting value"),
+        ("show \udcff\udcfe", "error: \\xff\\xfe: No such file or directory"),
         ("map HOT", "required: -o/--out"),
         ("map HOT -o nowhere/x", "--out is nowhere/x, in a folder that is not there"),
         ("map HOT -o HOT", "--out is HOT, a file that is read; expected another one"),
         ("map HOT --ids 641 -o c", "--ids: the number of ids is 641; expected 1 to 640"),
         ("merge HOT", "required: -o/--out"),
         ("merge HOT TEXT -o c", "TEXT: it is not JSON"),
-        ("merge HOT HOT8 -o c", "one is of 640 ids, the other of 8"),
+        ("merge HOT HOT8 -o c", "HOT is of 640 ids, HOT8 of 8; expected files of one vocabulary"),
+        ("merge HOT MORE ./HOT -o c", "./HOT is named twice: its tokens would count twice; name it once"),
+        ("merge HOT MORE -o HOT", "--out is HOT, a file that is read; expected another one"),
+        ("merge HOT MORE -o /proc/c", "--out is /proc/c, which cannot be written: No such file or directory"),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_two_and_writes_nothing(trace, model, tmp_path, arguments, message):
     files = {"TEXT": b"hello", "EMPTY": b"", "BINARY": b"\xff\xfe\x00", "IDS": b"[1]\n[8]\n", "BOOL": b"[true]"}
     files |= {"OTHER": b'{"ids": [1]}', "NUMBER": b"5", "DEEP": b"[[[1]]]"}
-    files |= {"HOT": counts_of({1: 1}).dumps().encode(), "HOT8": counts_of({1: 1}, 8).dumps().encode()}
+    files |= {name: counts_of({1: 1}).dumps().encode() for name in ("HOT", "MORE")}
+    files |= {"HOT8": counts_of({1: 1}, 8).dumps().encode()}
     for name, data in files.items():
         (tmp_path / name).write_bytes(data)
     before = sorted(os.listdir(tmp_path))

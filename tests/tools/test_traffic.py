@@ -588,7 +588,7 @@ def test_two_servers_that_do_not_fit_are_known_before_the_second_starts(tmp_path
     "arguments, message",
     [
         (["--traffic", "16,x"], "--traffic is '16,x'; expected integers separated by commas, such as 1,8,32"),
-        (["--traffic", "0"], "--traffic is 0; expected 1 or more"),
+        (["--traffic", "0"], "--traffic is 0; expected 1 to 65536"),
         (["--traffic", "--in-turns"], "--in-turns is no option of a measurement with --traffic; leave it out"),
         (["--traffic", "--load", "2"], "--load is no option of a measurement with --traffic; leave it out"),
         (["--samplings", "mix"], "--samplings has mix; expected some of t1, trunc, greedy, "),

@@ -127,7 +127,8 @@ def test_a_server_compiles_nothing_that_was_compiled_without_its_gpu(warm, tmp_p
     "arguments, message",
     [
         (["--device", "H1000"], "--device is 'H1000'; known without a GPU are NVIDIA H200, "),
-        (["--device", "H100", "--max-rows", "0"], "--max-rows is 0; expected 1 or more"),
+        (["--device", "H100", "--max-rows", "0"], "--max-rows is 0; expected 1 to 65536"),
+        (["--device", "H100", "--max-rows", "65537"], "--max-rows is 65537; expected 1 to 65536"),
         (["--device", "H100", "--tuned", "nowhere.json"], "--tuned is nowhere.json, which is not a file"),
         (["--device", "H100", "--tuned", "config.json"], "--tuned is config.json, which is no tuned table: "),
         (
