@@ -88,6 +88,7 @@ def replayed(
         or positions.shape[0] != num_rows
         or lazy.computed is not None
         or (state.too_large is not None and num_rows >= state.too_large)
+        or state.was_recaptured
         or not state.is_current()
     ):
         return None
@@ -105,8 +106,8 @@ def replayed(
                 return None
             asked = fused.asked(*lists, batch.temperatures(sampling_info, original_logprobs))
         logprobs = asked is None or (asked.layout, state.logprob_inputs)
-    place = num_rows if captured is None else captured.data_ptr()
-    ready = graphs.ready.get((place, mix, None, logprobs))
+    place = (num_rows, num_rows) if captured is None else (captured.data_ptr(), captured.shape[0])
+    ready = graphs.ready.get((*place, mix, None, logprobs))
     if ready is None:
         return None
     keyed, lines, layout = ready
@@ -153,10 +154,11 @@ def replayed_nodes(started: float, lazy: LazyLogits, step: Step) -> Drawn | None
         or step.return_logprob
         or started > state.full_step_at
         or batch.table.is_too_small
+        or state.was_recaptured
         or not state.is_current()
     ):
         return None
-    ready = graphs.ready.get((captured.data_ptr(), batch.mix, nodes, False))
+    ready = graphs.ready.get((captured.data_ptr(), captured.shape[0], batch.mix, nodes, False))
     if ready is None or ready[2] is not None:
         return None
     gather(state, step, captured.shape[0])
@@ -188,6 +190,7 @@ def draw(lazy: LazyLogits, step: Step) -> Drawn:
 
 def _draw(lazy: LazyLogits, step: Step) -> Drawn:
     state: HeadState = lazy.source
+    state.follow_recapture()
     hidden, captured, edits, asked = lazy.hidden, lazy.captured, step.edits, step.asked
     num_rows = hidden.shape[0]
     staged = captured is None and edits is None and asked is None and step.nodes is None
@@ -226,7 +229,9 @@ def _draw(lazy: LazyLogits, step: Step) -> Drawn:
             # Where a graph reads what is asked for depends on both.
             step.return_logprob if asked is None else (asked.layout, state.logprob_inputs),
             table.lines if gathers else None,
-            None if needs_more else (num_rows if staged else padded.data_ptr(), mix, step.nodes),
+            None
+            if needs_more
+            else (*((num_rows, num_rows) if staged else (padded.data_ptr(), len(padded))), mix, step.nodes),
             staged,
             0 if asked is None else asked.layout.num_bytes(len(padded)),
         )
@@ -308,9 +313,7 @@ def params_of(state: HeadState, kind: DrawKind, edits: LogitEdits | None, rows: 
 def prepare_next(state: HeadState, table: RowTable) -> bool:
     """Capture, outside of steps, the graphs of one size and kind that steps will ask for. Draws once, which compiles
     what is missing. Returns whether there may be more to do."""
-    if state.was_recaptured:
-        state.was_recaptured = False
-        state.drop_graphs()
+    state.follow_recapture()
     if not state.use_step_graphs or state.exchange is not None:  # an exchange takes all ranks
         return False
     if state.graphs is not None and state.graphs.is_prepared and state.is_current():
@@ -330,7 +333,7 @@ def prepare_next(state: HeadState, table: RowTable) -> bool:
             except Exception as error:  # steps capture what they need
                 graphs.is_prepared = True
                 logger.warning(PREPARES_NOTHING, f"{type(error).__name__}: {error}")
-            graphs.is_prepared = graphs.is_prepared or graphs.num_bytes > MAX_PREPARED_BYTES
+            graphs.is_prepared = graphs.is_prepared or graphs.prepared_bytes > MAX_PREPARED_BYTES
             return not (graphs.is_prepared or graphs.is_off)
     assert state.graphs is not None
     state.graphs.is_prepared = True

@@ -173,6 +173,13 @@ class HeadState:
             inputs = self.logprob_inputs = LogprobInputs(rows, self.head.lm_head.weight.device)
         return inputs.load(asked, num_rows)
 
+    def follow_recapture(self) -> None:
+        """Forget the graphs that read hidden states where SGLang had them before it captured its model anew. Not while
+        it captures: a graph must not be destroyed then."""
+        if self.was_recaptured:
+            self.was_recaptured = False
+            self.drop_graphs()
+
     def drop_graphs(self) -> None:
         """The graphs hold something that has changed: the next steps capture others."""
         self.graphs, self._waiting = None, (None, None)
@@ -185,7 +192,7 @@ class HeadState:
             return None
         made_of, graphs = self._current_fingerprint(), self._logits_graphs
         if graphs is None or graphs.made_of != made_of:
-            taken = 0 if self.graphs is None else self.graphs.num_bytes
+            taken = 0 if self.graphs is None else self.graphs.prepared_bytes
             graphs = self._logits_graphs = LogitsGraphs(self._capture_graphs(), self.counts, made_of, taken)
         return graphs
 

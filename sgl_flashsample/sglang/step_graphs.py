@@ -33,6 +33,7 @@ PATIENCE = 4  # steps with equal keys before one is captured: a capture takes lo
 RETRY_SECONDS = 300.0  # after a lack of memory or a failed capture, until the next try
 MAX_READY = 1 << 13  # steps that are known without another look, about 3 KB of host memory each
 MAX_PREPARED_BYTES = 100 << 20  # device memory that graphs captured ahead, and those of logits, may take
+MAX_LATE_BYTES = 100 << 20  # and those that steps capture
 
 
 class Graph(Protocol):
@@ -225,13 +226,14 @@ def _filling(block: HostBlock | None, launched: Launched) -> Launched:
 class KeyedGraphs:
     """The graphs of one key. copies_tokens: a step returns a copy of its tokens and logprobs. batches: where each graph
     finds its next batch; empty where the launches do not ask. host_bytes: of the logprobs that each leaves for the
-    host. waiting: steps before the next capture. slot: the place of the next graph."""
+    host. waiting: steps before the next capture. slot: the place of the next graph. is_ahead: they are captured
+    ahead."""
 
     def __init__(self, copies_tokens: bool, batches: Sequence[NextBatch] = (), host_bytes: int = 0) -> None:
         self._copies_tokens, self.batches, self.host_bytes = copies_tokens, batches, host_bytes
         self.waiting = PATIENCE
         self.captured: list[_Captured] = []
-        self.slot = 0
+        self.slot, self.is_ahead = 0, False
 
     @property
     def next_batch(self) -> Any:
@@ -250,6 +252,9 @@ class KeyedGraphs:
         return drawn.clone() if self._copies_tokens else drawn
 
 
+Ready = tuple[KeyedGraphs, torch.Tensor | None, Hashable]  # see ``StepGraphs``
+
+
 class StepGraphs:
     """The draws of steps, as CUDA graphs: a step then costs the host one launch, however many kernels it takes.
 
@@ -262,12 +267,17 @@ class StepGraphs:
     for prefills of others: with ``copies_staged`` a staged step returns a copy, too.
 
     ready: graphs that can be replayed without another look, the table of requests that they read, None where the caller
-    gathers from it, and the layout of their edits, None without any; by the place of the hidden states (of a prefill,
-    the number of its rows), the kinds of rows, the nodes of each request in a verification of drafts, and the logprobs
-    that are computed, as ``find`` is told them.
+    gathers from it, and the layout of their edits, None without any; by the place of the hidden states and the rows
+    there (of a prefill, the number of its rows twice), the kinds of rows, the nodes of each request in a verification
+    of drafts, and the logprobs that are computed, as ``find`` is told them.
+
+    Steps come in more kinds than memory can have graphs for: once those that steps have captured take
+    ``MAX_LATE_BYTES``, they are dropped together, and the kinds that still come are captured anew, at most once in
+    ``RETRY_SECONDS``.
 
     For these workspaces and buffers, and the head, table and screen that they were made with. is_prepared: all graphs
-    that are to be captured ahead are there. num_bytes: device memory that these took.
+    that are to be captured ahead are there. num_bytes: device memory that all graphs took. prepared_bytes: that of
+    those captured ahead.
     """
 
     def __init__(
@@ -282,8 +292,9 @@ class StepGraphs:
         self._copies_tokens, self._copies_staged = copies_tokens, copies_staged
         self._pool = capture.new_pool()
         self._off_until: float | None = None
-        self.is_prepared, self.num_bytes = False, 0
-        self.ready: dict[tuple[int, Mix, int | None, Hashable], tuple[KeyedGraphs, torch.Tensor | None, Hashable]] = {}
+        self._full_until = 0.0
+        self.is_prepared, self.num_bytes, self.prepared_bytes = False, 0, 0
+        self.ready: dict[tuple[int, int, Mix, int | None, Hashable], Ready] = {}
         self._graphs: dict[tuple[Hashable, ...], KeyedGraphs] = {}
 
     @property
@@ -304,7 +315,7 @@ class StepGraphs:
         edits: Hashable,
         logprobs: Hashable,
         table: torch.Tensor | None = None,
-        short: tuple[int, Mix, int | None] | None = None,
+        short: tuple[int, int, Mix, int | None] | None = None,
         staged: bool = False,
         host_bytes: int = 0,
     ) -> KeyedGraphs | None:
@@ -312,7 +323,7 @@ class StepGraphs:
         makes the launches that a graph captures, of all P rows. Tokens that are no copies stay until ``SLOTS`` steps
         later. edits: their layout, None without any. logprobs: which of them the launches compute.
         table: what these gather the parameters from; None where the caller has gathered them. short: the first
-        three parts of the key by which the next steps like this one find them ``ready``. staged: the launches bring the
+        four parts of the key by which the next steps like this one find them ``ready``. staged: the launches bring the
         batch, which ``KeyedGraphs.next_batch`` has to be told before each replay, to ``hidden``. host_bytes: of the
         logprobs beside those of the tokens."""
         graphs = self._graphs_of(hidden, kind, edits, logprobs, table, staged, host_bytes)
@@ -320,7 +331,7 @@ class StepGraphs:
             graphs.waiting -= 1
             return None
         if graphs.slot == len(graphs.captured):
-            if not self._captures(graphs, draw, hidden.device):
+            if not self._has_room() or not self._captures(graphs, draw, hidden.device):
                 return None
             self._counts.late_captures += 1
         elif short is not None:
@@ -342,11 +353,22 @@ class StepGraphs:
         self, draw: Draw, hidden: torch.Tensor, kind: DrawKind, table: torch.Tensor | None, staged: bool
     ) -> None:
         """Capture the graphs of such steps ahead."""
-        graphs, free = self._graphs_of(hidden, kind, None, False, table, staged), free_bytes(hidden.device)
-        graphs.waiting = 0
+        graphs, before = self._graphs_of(hidden, kind, None, False, table, staged), self.num_bytes
+        graphs.waiting, graphs.is_ahead = 0, True
         while len(graphs.captured) < SLOTS and self._captures(graphs, draw, hidden.device):
             pass
-        self.num_bytes += max(0, free - free_bytes(hidden.device))
+        self.prepared_bytes += max(0, self.num_bytes - before)
+
+    def _has_room(self) -> bool:
+        """A step may capture another graph. Drops the others that steps have captured where these take too much."""
+        if self.num_bytes - self.prepared_bytes <= MAX_LATE_BYTES:
+            return True
+        if time.monotonic() >= self._full_until:
+            self._full_until = time.monotonic() + RETRY_SECONDS
+            self._graphs = {key: graphs for key, graphs in self._graphs.items() if graphs.is_ahead}
+            self.ready = {key: ready for key, ready in self.ready.items() if ready[0].is_ahead}
+            self.num_bytes = self.prepared_bytes
+        return False
 
     def _graphs_of(
         self,
@@ -372,6 +394,7 @@ class StepGraphs:
     def _captures(self, graphs: KeyedGraphs, draw: Draw, device: torch.device) -> bool:
         """Capture the next graph of these. False after a failure."""
         batch = graphs.batches[len(graphs.captured)] if graphs.batches else None
+        free = free_bytes(device)
         try:
             block = HostBlock(graphs.host_bytes, device) if graphs.host_bytes else None
             graph, launched = self._capture(lambda: _filling(block, draw(batch)), self._pool)
@@ -380,6 +403,7 @@ class StepGraphs:
             return False
         holds = [launched, *(used.held for used in self._workspaces)]
         graphs.captured.append(_Captured(graph, Drawn.of(launched), holds, {}, block))
+        self.num_bytes += max(0, free - free_bytes(device))
         return True
 
     def _give_up(self, reason: str) -> None:
@@ -387,7 +411,7 @@ class StepGraphs:
         self._off_until = time.monotonic() + RETRY_SECONDS
         self._graphs.clear()
         self.ready.clear()
-        self.is_prepared, self.num_bytes = False, 0
+        self.is_prepared, self.num_bytes, self.prepared_bytes = False, 0, 0
         logger.warning(
             "flashsample: CUDA graphs of the sampling step are off for %d minutes, SGLang's own stay on; same tokens, "
             "more CPU time per step: %s",

@@ -425,7 +425,7 @@ def test_the_readme_says_how_much_memory_a_server_took_and_what_bounds_it():
         f"{head['bytes'] / 1e9:.1f} GB for Qwen3-8B with 1,000 clients",
         f"{head['screen']['bytes'] / 1e9:.1f} GB of it an INT8 copy",
         f"at most {100 * MEMORY_SHARES[ScreenMode.AUTO]:.0f} % of the memory left by the weights",
-        f"up to {step_graphs.MAX_PREPARED_BYTES >> 20} MB of CUDA graphs",
+        f"up to {step_graphs.MAX_PREPARED_BYTES + step_graphs.MAX_LATE_BYTES >> 20} MB of CUDA graphs",
     )
 
 

@@ -217,7 +217,7 @@ def test_graphs_of_steps_and_of_logits_have_one_limit_and_smaller_sizes_find_the
     monkeypatch.setattr(logits_graphs, "MAX_PREPARED_BYTES", taken + large)
     free = iter(range(10 * large, 0, -large))
     monkeypatch.setattr(logits_graphs, "free_bytes", lambda device: next(free))
-    native.state.graphs = types.SimpleNamespace(num_bytes=taken, count=0)
+    native.state.graphs = types.SimpleNamespace(num_bytes=taken, prepared_bytes=taken, count=0)
     for padded in (4, 2, 8):
         native.sglang_captures(padded, seed=padded)
         for _ in range(PATIENCE + 1):

@@ -21,6 +21,7 @@ import torch
 from head_states import (
     CPU,
     VOCAB,
+    WIDTH,
     CountingCapture,
     Processor,
     dtype_on,
@@ -64,7 +65,8 @@ def read_all(hidden: torch.Tensor, params: BatchParams, return_logprob: bool) ->
         columns += [params.truncation.top_k, params.truncation.top_p, params.truncation.min_p]
         flags.append(params.truncation.max_top_k)
     if params.edits is not None:
-        params.edits.check(len(hidden), 0, hidden)
+        given = [] if params.edits.places is not None else [one for one in params.edits.tensors if one is not None]
+        assert all(len(one) in (len(hidden), len(hidden) // params.edits.repeats) for one in given)
         for flag, column in zip(Edit, first_columns(params.edits, len(hidden)), strict=True):
             if column is not None:
                 flagged = (params.edits.rows & flag) != 0
@@ -460,6 +462,31 @@ def test_after_a_capture_that_fails_steps_are_launched_and_it_is_said_once(clock
     assert drawing.counts == StepCounts(launched=3 * SETTLED)
 
 
+def test_graphs_that_steps_capture_are_dropped_together_once_they_take_too_much(clock, monkeypatch, ahead):
+    """But for those captured ahead. The kinds that still come are captured anew, until it is too much once more."""
+    each = step_graphs.MAX_LATE_BYTES // 4
+    monkeypatch.setattr(step_graphs, "free_bytes", lambda device: (1 << 40) - each * len(drawing.capture.graphs))
+    monkeypatch.setattr(draw_module, "MAX_PREPARED_BYTES", 1 << 40)
+    drawing, hidden = ahead.drawing, ahead.drawing.state.captured[2]
+    ahead.idle()
+    prepared = drawing.graphs.count
+    kinds = [make_step(logprob=True), edited_step(), edited_step(logprob=True)]
+    for step in kinds[:2]:
+        assert drawing.replays(hidden, step, SETTLED) == [False] * PATIENCE + [True] * SLOTS
+    assert drawing.state.status["graph_bytes"] == each * (prepared + 4)
+    drawing.replays(hidden, kinds[2], PATIENCE + 1)  # takes a fifth
+    assert drawing.graphs.count == prepared + 5
+    drawing.replays(hidden, kinds[2], 1)
+    assert drawing.graphs.count == prepared and drawing.graphs.num_bytes == each * prepared
+    assert all(drawing.step(hidden, make_step()) is not None for _ in range(2)), "captured ahead"
+    for step in (kinds[0], kinds[1], kinds[2]):
+        drawing.replays(hidden, step, 3 * SETTLED)
+    assert drawing.graphs.count == prepared + 5 and not any(drawing.replays(hidden, kinds[2], 2)), "full again"
+    clock[0] += RETRY_SECONDS
+    drawing.replays(hidden, kinds[2], 1)
+    assert drawing.replays(hidden, kinds[2], SETTLED) == [False] * PATIENCE + [True] * SLOTS
+
+
 def test_a_failed_capture_is_tried_again_after_some_minutes_in_a_pool_of_its_own(clock):
     """Others may have taken the memory for a moment."""
     capture, hidden, step = CountingCapture(), hidden_of(2), make_step()
@@ -743,8 +770,9 @@ def test_after_a_change_of_the_head_its_graphs_are_captured_ahead_again(ahead):
     assert len(ahead.captured) == (1 + SLOTS) * len(COMMON_KINDS) * 3
 
 
+@pytest.mark.parametrize("served", ["nothing", "a step"])
 def test_after_sglang_has_captured_its_model_anew_graphs_are_captured_for_the_new_places_alone(
-    ahead, runtime, monkeypatch
+    ahead, runtime, monkeypatch, served
 ):
     state = ahead.drawing.state
     monkeypatch.setattr(runtime_module, "_is_capturing", lambda: True)
@@ -754,6 +782,9 @@ def test_after_sglang_has_captured_its_model_anew_graphs_are_captured_for_the_ne
     for hidden in places.values():
         runtime.captures_model(state.processor, state, hidden, metadata)
     assert ahead.drawing.graphs is before, "a graph must not be destroyed during a capture"
+    if served == "a step":
+        ahead.drawing.step(places[4], make_step([*PLAIN, *PLAIN]))
+        assert ahead.drawing.graphs.count == 0, "none that reads where hidden states were"
     ahead.idle()
     assert ahead.drawing.graphs is not before
     assert ahead.drawing.graphs.count == SLOTS * len(COMMON_KINDS) * 3
@@ -912,6 +943,15 @@ def test_what_may_have_changed_is_looked_at_in_full(moving, name):
     assert replayed(time.perf_counter(), lazy, types.SimpleNamespace(**info), torch.arange(2), False) is not None
     info |= NOT_READY[name](moving, batch) or {}
     assert replayed(time.perf_counter(), lazy, types.SimpleNamespace(**info), torch.arange(2), False) is None
+
+
+def test_a_graph_of_more_rows_at_the_same_place_has_no_short_way(moving):
+    """SGLang may capture its model anew, and there."""
+    batch, _ = warm(moving)
+    larger = types.SimpleNamespace(data_ptr=moving.hidden.data_ptr, shape=(len(moving.hidden) + 1, WIDTH))
+    lazy = LazyLogits(moving.hidden, VOCAB, moving.state, lambda hidden: pytest.fail("logits"), larger)[:2]
+    info = types.SimpleNamespace(**{BATCH_ATTRIBUTE: batch, "grammars": None})
+    assert replayed(time.perf_counter(), lazy, info, torch.arange(2), False) is None
 
 
 def test_smaller_steps_than_one_that_found_no_memory_keep_their_short_way(moving):
