@@ -8,7 +8,7 @@ from typing import Any
 
 from .. import __version__
 from ..kernels.rng import NOISE_ABI
-from ..switches import REPORT_PATH_VARIABLE, REQUIRE_VARIABLE, SCREEN_VARIABLE, switch
+from ..switches import REPORT_PATH_VARIABLE, REQUIRE_VARIABLE, SCREEN_VARIABLE, STEP_GRAPHS_VARIABLE, switch
 from . import support
 from .screen_lifecycle import ScreenMode
 from .versions import sglang_version
@@ -104,6 +104,7 @@ class Settings:
             "SGLang": sglang_version(),
             "NOISE_ABI": NOISE_ABI,
             REQUIRE_VARIABLE: switch(REQUIRE_VARIABLE),
+            STEP_GRAPHS_VARIABLE: bool(switch(STEP_GRAPHS_VARIABLE)),
             "SGLANG_RETURN_ORIGINAL_LOGPROB": self.original_logprobs,
             "custom logit processors": self.custom_processors,
             "deterministic inference": self.deterministic,

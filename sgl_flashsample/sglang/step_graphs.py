@@ -342,8 +342,7 @@ class StepGraphs:
 
     def forget_logprobs(self) -> None:
         """Drop the graphs of steps with more logprobs than the tokens': what these steps ask for will lie elsewhere."""
-        self._graphs = {key: graphs for key, graphs in self._graphs.items() if isinstance(key[-1], bool)}
-        self.ready = {key: ready for key, ready in self.ready.items() if isinstance(key[-1], bool)}
+        self._keep({key: graphs for key, graphs in self._graphs.items() if isinstance(key[-1], bool)})
 
     def has(self, hidden: torch.Tensor, kind: DrawKind, table: torch.Tensor | None, staged: bool) -> bool:
         """The graphs of such steps, without edits and logprobs, are there."""
@@ -365,10 +364,17 @@ class StepGraphs:
             return True
         if time.monotonic() >= self._full_until:
             self._full_until = time.monotonic() + RETRY_SECONDS
-            self._graphs = {key: graphs for key, graphs in self._graphs.items() if graphs.is_ahead}
-            self.ready = {key: ready for key, ready in self.ready.items() if ready[0].is_ahead}
+            self._keep({key: graphs for key, graphs in self._graphs.items() if graphs.is_ahead})
             self.num_bytes = self.prepared_bytes
         return False
+
+    def _keep(self, kept: dict[tuple[Hashable, ...], KeyedGraphs]) -> None:
+        """Drop the other graphs."""
+        graphs = set(map(id, kept.values()))
+        self._graphs = kept
+        self.ready = {key: ready for key, ready in self.ready.items() if id(ready[0]) in graphs}
+        if not self.count:
+            self._pool = self._capture.new_pool()  # PyTorch refuses one whose graphs have all gone
 
     def _graphs_of(
         self,

@@ -451,12 +451,13 @@ def test_ranks_of_which_one_lacks_a_hook_fuse_nothing(server_config, monkeypatch
     class Other(Peers):
         def of_all(self, value):
             reason, seed, shared = value
-            return [value, [reason, seed, shared | {name: False for name, has in shared.items() if has is True}]]
+            assert shared[words]
+            return [value, [reason, seed, shared | {words: False}]]
 
+    words = {"reads_prompts": "hooks of prompts", "numbers_arrivals": "the hook of arrivals"}[hook]
     monkeypatch.setattr(RankSync, "of_server", Other)
     setattr(runtime, hook, True)
     runtime.agree()
-    words = {"reads_prompts": "hooks of prompts", "numbers_arrivals": "the hook of arrivals"}[hook]
     assert runtime.inactive_reason == f"the ranks differ: {words} is True on rank 0 and False on rank 1"
 
 

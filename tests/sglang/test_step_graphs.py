@@ -487,6 +487,43 @@ def test_graphs_that_steps_capture_are_dropped_together_once_they_take_too_much(
     assert drawing.replays(hidden, kinds[2], SETTLED) == [False] * PATIENCE + [True] * SLOTS
 
 
+class Refusing(CountingCapture):
+    """Refuses a pool whose graphs have all gone, as PyTorch does. It holds no graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.by_pool: dict[int, list[weakref.ref]] = {}
+
+    def __call__(self, launches: Callable[[], Any], pool: int) -> tuple[Any, Any]:
+        gc.collect()
+        captured = self.by_pool.setdefault(pool, [])
+        if captured and not any(graph() for graph in captured):
+            raise RuntimeError("the pool is dead")
+        graph, launched = super().__call__(launches, pool)
+        self.graphs.clear()
+        captured.append(weakref.ref(graph))
+        return graph, launched
+
+
+@pytest.mark.parametrize("dropped", ["for want of memory", "with other places of logprobs"])
+def test_after_all_graphs_are_dropped_others_are_captured_in_another_pool(clock, monkeypatch, dropped):
+    capture, hidden = Refusing(), torch.zeros(2, 4)
+    graphs, out = StepGraphs([], capture, StepCounts()), SampleOutput.empty(2, CPU, False)
+
+    def step() -> bool:
+        keyed = graphs.find(lambda _: Launched(out), hidden, PLAIN_KIND, None, "ids")
+        return keyed is not None and keyed.replay_next(2) is not None
+
+    assert [step() for _ in range(PATIENCE + 1)] == [False] * PATIENCE + [True]
+    if dropped == "for want of memory":
+        graphs.num_bytes = step_graphs.MAX_LATE_BYTES + 1
+        assert not step() and graphs.count == 0
+    else:
+        graphs.forget_logprobs()
+    assert [step() for _ in range(PATIENCE + 1)] == [False] * PATIENCE + [True]
+    assert capture.pools == 2 and not graphs.is_off
+
+
 def test_a_failed_capture_is_tried_again_after_some_minutes_in_a_pool_of_its_own(clock):
     """Others may have taken the memory for a moment."""
     capture, hidden, step = CountingCapture(), hidden_of(2), make_step()
