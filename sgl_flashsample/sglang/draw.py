@@ -202,7 +202,7 @@ def _draw(lazy: LazyLogits, step: Step) -> Drawn:
     if (edits is not None or asked is not None) and state.copies_tokens:
         captured = None
     placed = None if edits is None or captured is None else PlacedEdits.of(edits, num_rows, hidden.device)
-    if edits is not None and placed is None:
+    if edits is not None and (placed is None or state.cuts_blocks_between(len(captured), edits.repeats)):
         captured = None
     padded = hidden if captured is None else captured  # a graph draws all rows of SGLang's, padding too
     state.update(padded.shape[0])

@@ -558,6 +558,12 @@ class HeadState:
         launch what another one replays, and all of them exchange as many rows."""
         return self.exchange is not None and self.exchange.memory is not None
 
+    def cuts_blocks_between(self, num_rows: int, repeats: int) -> bool:
+        """Ranks exchange so many rows in blocks, of which one begins between rows that share a row of edits: edits that
+        are found through ``LogitEdits.places`` cannot."""
+        memory = None if self.exchange is None else self.exchange.memory
+        return memory is not None and num_rows > memory.max_rows and memory.max_rows % repeats != 0
+
     def fits(self, num_rows: int) -> bool:
         """No batch of this size or a smaller one has run out of memory in the last ``RETRY_SECONDS``."""
         if self.too_large is not None and time.monotonic() >= self._too_large_until:

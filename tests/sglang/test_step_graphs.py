@@ -82,11 +82,16 @@ def first_columns(edits: LogitEdits, num_rows: int) -> list[torch.Tensor | None]
     columns: list[torch.Tensor | None] = []
     places = [0, 0, 0, 0] if edits.places is None else edits.places.tolist()
     for tensor, place in zip(edits.tensors, places, strict=True):
-        if tensor is not None and place:
-            memory = (ctypes.c_byte * tensor.nbytes).from_address(place)
-            tensor = torch.frombuffer(memory, dtype=tensor.dtype).view(tensor.shape)
-        column = None if tensor is None else tensor[:, 0].float()
-        columns.append(None if column is None else torch.nn.functional.pad(column, (0, num_rows - len(column))))
+        if tensor is None:
+            columns.append(None)
+            continue
+        repeats = 1 if tensor is edits.mask else edits.repeats
+        read = tensor[: -(-num_rows // repeats)]
+        if place >= 1 << 16:  # a capture here runs what it captures, before there are addresses
+            memory = (ctypes.c_byte * read.nbytes).from_address(place)
+            read = torch.frombuffer(memory, dtype=tensor.dtype).view(read.shape)
+        column = read[:, 0].float().repeat_interleave(repeats)[:num_rows]
+        columns.append(torch.nn.functional.pad(column, (0, num_rows - len(column))))
     return columns
 
 
@@ -130,6 +135,10 @@ class Drawing:
     def graphs(self) -> StepGraphs:
         assert self.state.graphs is not None
         return self.state.graphs
+
+    @property
+    def graphs_are_off(self) -> bool:
+        return self.state.graphs is not None and self.state.graphs.is_off
 
     def step(self, captured: torch.Tensor, step: Step, is_captured: bool = True) -> SampleOutput | None:
         """The draw of a replay, of hidden states in one of SGLang's graphs; None where the step was launched."""
@@ -439,6 +448,21 @@ def test_ranks_exchange_padding_too_where_a_step_is_launched(step, fails):
     replayed = [False] * PATIENCE + [not fails] * SLOTS
     assert drawing.replays(hidden_of(4), step, SETTLED) == replayed
     assert len(exchange.rows) >= SETTLED and set(exchange.rows) == {4}
+
+
+@pytest.mark.parametrize("most, replayed", [(4, False), (3, True), (6, True)])
+def test_nodes_with_edits_that_ranks_exchange_in_blocks_are_launched_where_a_block_begins_amid_a_request(
+    most, replayed
+):
+    """A graph's edits are found by their addresses, a row for the three nodes of a request."""
+    drawing, hidden = Drawing(), hidden_of(6)
+    exchange = Exchanging(drawing.state)
+    exchange.memory.max_rows = most
+    batch = make_batch(*[row | {"frequency_penalty": 1.0} for row in PLAIN])
+    edits = LogitEdits(additive=torch.arange(16.0).view(2, 8), repeats=3)
+    step = Step(batch, torch.tensor([1, 2]), torch.arange(6), edits, False, nodes=3)
+    assert drawing.replays(hidden, step, SETTLED) == [False] * PATIENCE + [replayed] * SLOTS
+    assert set(exchange.rows) == {most, 6 - most} - {0} and not drawing.graphs_are_off
 
 
 def test_after_a_larger_batch_the_graphs_are_of_the_new_buffers():
