@@ -201,9 +201,11 @@ def _draw(lazy: LazyLogits, step: Step) -> Drawn:
     # In a pipeline, what a graph is told may be overwritten before it has run.
     if (edits is not None or asked is not None) and state.copies_tokens:
         captured = None
-    placed = None if edits is None or captured is None else PlacedEdits.of(edits, num_rows, hidden.device)
-    if edits is not None and (placed is None or state.cuts_blocks_between(len(captured), edits.repeats)):
-        captured = None
+    placed = None
+    if edits is not None and captured is not None:
+        placed = PlacedEdits.of(edits, num_rows, hidden.device)
+        cut = state.cuts_blocks_between(len(captured), edits.repeats)
+        captured = None if placed is None or cut else captured
     padded = hidden if captured is None else captured  # a graph draws all rows of SGLang's, padding too
     state.update(padded.shape[0])
     state.full_step_at = time.perf_counter() + FULL_STEP_SECONDS
