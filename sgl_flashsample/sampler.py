@@ -171,8 +171,8 @@ class Sampler:
         seed: int | None = None,
         tuned: str | os.PathLike[str] | None = None,
     ) -> None:
-        valid = lambda x: isinstance(x, int) and 1 <= x <= MAX_ROWS  # noqa: E731
-        _check_numbers("max_rows", max_rows, valid, f"an integer, 1 to {MAX_ROWS}")
+        expected = f"an integer, 1 to {MAX_ROWS}"
+        _check_numbers("max_rows", max_rows, lambda x: isinstance(x, int) and 1 <= x <= MAX_ROWS, expected)
         if not isinstance(screen, bool):
             raise ValueError(f"screen is {screen!r}; expected True or False")
         if tuned is not None and not isinstance(tuned, str | os.PathLike):

@@ -242,7 +242,7 @@ def test_what_does_not_fit_the_batch_is_refused_by_name(case):
         sampler(case.hidden, {"temperature": 1.0})
 
 
-@pytest.mark.parametrize("rows", [0, 1.5, "8", 65537])
+@pytest.mark.parametrize("rows", [0, 1.5, 8.0, "8", 65537])
 def test_a_sampler_of_no_rows_or_of_too_many_is_refused(case, rows):
     with pytest.raises(ValueError, match=f"max_rows is {rows!r}; expected an integer, 1 to 65536"):
         Sampler(case.head, max_rows=rows)

@@ -443,8 +443,15 @@ def test_a_rank_without_requests_draws_nothing(runners, carried):
     assert tokens.shape == (0,) and tokens.dtype is torch.int64
 
 
-@pytest.mark.parametrize("hook", ["reads_prompts", "numbers_arrivals"])
-def test_ranks_of_which_one_lacks_a_hook_fuse_nothing(server_config, monkeypatch, hook):
+@pytest.mark.parametrize(
+    ("hook", "words"),
+    [
+        ("reads_prompts", "hooks of prompts"),
+        ("numbers_arrivals", "the hook of arrivals"),
+        ("use_step_graphs", "FLASHSAMPLE_STEP_GRAPHS"),
+    ],
+)
+def test_ranks_of_which_one_lacks_a_hook_or_step_graphs_fuse_nothing(server_config, monkeypatch, hook, words):
     """It would compute with SGLang what the others exchange."""
     runtime = Runtime(None)
 
@@ -454,7 +461,6 @@ def test_ranks_of_which_one_lacks_a_hook_fuse_nothing(server_config, monkeypatch
             assert shared[words]
             return [value, [reason, seed, shared | {words: False}]]
 
-    words = {"reads_prompts": "hooks of prompts", "numbers_arrivals": "the hook of arrivals"}[hook]
     monkeypatch.setattr(RankSync, "of_server", Other)
     setattr(runtime, hook, True)
     runtime.agree()
