@@ -68,7 +68,7 @@ Servers = Iterable[Server]
 def in_turns(options: Any) -> Iterator[Callable[[Servers], None]]:
     """Servers start in here while no other benchmark with the same ``--turn`` measures. Call what is given with them,
     once they are ready: they stand still until no other benchmark starts servers or measures, and from then on this one
-    is alone. The limit is counted from there. Without ``--turn`` nothing waits."""
+    is alone. This wait is no part of ``--limit``. Without ``--turn`` nothing waits."""
     if options.turn is None:
         yield lambda servers: None
         return

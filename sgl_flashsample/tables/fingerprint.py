@@ -1,7 +1,8 @@
 """The machine code of a configuration, as a hash: what a tuned table was measured with.
 
 Two compilations by one release of Triton give the same hash, in any process and with or without the GPU. Comments,
-names and lines of a kernel are not in it. Another release makes other code of the same kernel.
+names and lines of a kernel are not in it. Another release makes other code of the same kernel, and so does another
+assembler (``TRITON_PTXAS_PATH``: ``torch.compile`` sets it in the process that calls it).
 """
 
 from __future__ import annotations

@@ -213,16 +213,15 @@ def test_the_readme_has_every_decided_cell_of_moving_traffic_and_says_how_many_a
     for row in decided:
         of, low, high = (percent(row["ratio"][name]) for name in ("of", "low", "high"))
         found[row["model"], row["sampling"], row["clients"]] = of, f"{low} to {high}"
-    eight = [found.pop(("qwen3-8b", "trunc", clients)) for clients in (16, 64, 256)]
+    (sixteen, first), (most, second) = (found.pop(("qwen3-8b", "trunc", clients)) for clients in (16, 256))
     (gain, interval), (greedy_gain, greedy_interval) = (
         found.pop(("qwen3-1.7b", *cell)) for cell in (("trunc", 16), ("greedy", 256))
     )
-    assert not found and {of for of, _ in eight} == {eight[0][0]}
-    (sixteen, first), (_, second), (_, third) = eight
+    assert not found
     said(
         f"of {len(cells)} cases {len(decided)} show a gain in tokens per second (99 % interval excludes 0), "
         f"{len(cells) - len(decided)} are undecided",
-        f"{sixteen} % with 16 ({first} %), 64 ({second} %) and 256 clients ({third} %)",
+        f"{sixteen} % with 16 ({first} %) and {most} % with 256 clients ({second} %)",
         f"{gain} % with 16 clients, top-k and top-p ({interval} %)",
         f"{greedy_gain} % with 256, greedy ({greedy_interval} %, noisy)",
     )
@@ -264,6 +263,9 @@ def test_the_readme_says_what_drafts_gain_over_sglangs_best_mode():
             ratio = tokens_of(ours) / tokens_of(best)
             if algorithm == "EAGLE":
                 over.setdefault((gpus, model, temperature > 0), []).append(ratio)
+            elif (gpus, model) == (1, "qwen3-8b"):
+                others.setdefault("NEXTN of 8B", []).append(ratio)
+                assert algorithm == "NEXTN" and batch <= 8
             elif gpus == 2:
                 others.setdefault("two GPUs", []).append(ratio)
                 assert algorithm == "NEXTN"
@@ -273,12 +275,13 @@ def test_the_readme_says_what_drafts_gain_over_sglangs_best_mode():
                 assert ratio > 1 or 1 - ratio < max(one["tokens_s_spread"] / tokens_of(one) for one in (best, ours))
     words = {key: f"{min(ratios):.2f} to {max(ratios):.2f}" for key, ratios in (over | others).items()}
     below = {name: sum(ratio < 1 for ratio in ratios) for name, ratios in others.items()}
-    assert below == {"NEXTN": 0, "EAGLE3": 0, "NGRAM": 1, "two GPUs": 3}
+    assert below == {"NEXTN": 0, "NEXTN of 8B": 0, "EAGLE3": 0, "NGRAM": 1, "two GPUs": 3}
     said(
         f"Qwen3-8B's size: sampled {words[1, 'qwen3-8b', True]} times, greedy {words[1, 'qwen3-8b', False]}; "
-        f"on two GPUs {words[2, 'qwen3-8b', True]} and {words[2, 'qwen3-8b', False]}.",
+        f"on two GPUs {words[2, 'qwen3-8b', True]} and {words[2, 'qwen3-8b', False]}. "
+        f"NEXTN of that size, up to 8 requests, {words['NEXTN of 8B']}.",
         f"Qwen3-1.7B's size (noisy): sampled {words[1, 'qwen3-1.7b', True]}, "
-        f"greedy {words[1, 'qwen3-1.7b', False]}, **a loss** with one request",
+        f"greedy {words[1, 'qwen3-1.7b', False]}, below 1 with one request",
         f"NEXTN {words['NEXTN']}, EAGLE3 {words['EAGLE3']} (no draft accepted), NGRAM {words['NGRAM']} (below 1 once, "
         f"within the spread); on two GPUs (off by default) NEXTN {words['two GPUs']}",
     )
@@ -295,7 +298,7 @@ def test_the_page_of_drafts_says_what_a_pass_of_few_ids_takes_and_where_tokens_c
     raced = [cell for cell in sampled if "rejection" in cell]
     faster = [cell for cell in raced if tokens_of(cell["coupled"]) > tokens_of(cell["rejection"])]
     assert f"coupled drafts were faster in {len(faster)} of {len(raced)} cells" in text
-    large = [cell for (_, _, model, _), cell in cells.items() if model == "qwen3-8b"]
+    large = [cell for (_, _, model, _), cell in cells.items() if model == "qwen3-8b" and "hot" in cell]
     over = [(cell["hot"]["covered"], cell["hot"]["tokens_s"] / cell["coupled"]["tokens_s"] - 1) for cell in large]
     assert not any(0.975 < covered < 0.99 for covered, _ in over)
     words = []
