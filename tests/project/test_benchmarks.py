@@ -838,7 +838,7 @@ def test_benchmarks_with_one_file_start_servers_side_by_side_and_measure_one_aft
         waiting.result(60.0)
         late.result(60.0)
         assert comes_to(False, server)
-    assert first.until >= 0.2 and third.until >= 2.0, "the limit counts from a turn"
+    assert first.until >= 0.2 and third.until >= 2.0, "the wait for a turn is no part of the limit"
 
 
 # --- files and pages
