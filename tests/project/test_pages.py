@@ -282,8 +282,8 @@ def test_the_readme_says_what_drafts_gain_over_sglangs_best_mode():
         f"NEXTN of that size, up to 8 requests, {words['NEXTN of 8B']}.",
         f"Qwen3-1.7B's size (noisy): EAGLE sampled {words[1, 'qwen3-1.7b', True]}, "
         f"greedy {words[1, 'qwen3-1.7b', False]}, below 1 with one request",
-        f"NEXTN {words['NEXTN']}, EAGLE3 {words['EAGLE3']} (all drafts rejected), NGRAM {words['NGRAM']} (below 1 once, "
-        f"within the spread); on two GPUs (off by default) NEXTN {words['two GPUs']}",
+        f"NEXTN {words['NEXTN']}, EAGLE3 {words['EAGLE3']} (all drafts rejected), NGRAM {words['NGRAM']} "
+        f"(below 1 once, within the spread); on two GPUs (off by default) NEXTN {words['two GPUs']}",
     )
 
 
